@@ -1,0 +1,1 @@
+"""OSCAR-KV in JAX: attention-aware rotated 2-bit KV caches."""

@@ -1,0 +1,1 @@
+"""Decoders of real models, written with Flax NNX."""

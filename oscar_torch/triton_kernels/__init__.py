@@ -1,0 +1,1 @@
+"""Triton kernels (any recent NVIDIA GPU) and Gluon kernels (Hopper)."""
