@@ -1,0 +1,252 @@
+"""Rotation sets: the matrices that spread a key or value row evenly before it is coded in two bits.
+
+Why: a 2-bit row has one scale, so its channels should carry equal energy, and for keys that energy should be
+weighed by what the queries look at. This package applies rotation sets, it never fits them.
+
+Layout: rows are row vectors, y = x·T. A transform is stored as int16 in units of 2**-14 (fixed point), its
+inverse as float32 of the inverse of the *rounded* matrix, so that queries and outputs undo exactly what was
+applied to the rows. Leading axis Kr: 1 (shared by all key/value heads of the layer) or K.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from . import cache_format as fmt
+from .config import CheckpointError, ConfigError, DTypeError, ShapeError, check_head_dim
+
+INVERSE_TOLERANCE = 1e-3
+_UNIT = 2.0**-fmt.TRANSFORM_BITS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRotation:
+    """The transforms of one attention layer (format page, section 1).
+
+    key_transform, value_transform int16 [Kr, D, D] in units of 2**-14; query_transform float32 [Kr, D, D],
+    the inverse transpose of key_transform; output_transform float32 [Kr, D, D], value_transform's inverse;
+    value_mean, key_mean bfloat16 [Kr, D]; key_multiplier, value_multiplier int32 [Kr] in units of 1/256.
+    """
+
+    key_transform: torch.Tensor
+    query_transform: torch.Tensor
+    value_transform: torch.Tensor
+    output_transform: torch.Tensor
+    value_mean: torch.Tensor
+    key_mean: torch.Tensor
+    key_multiplier: torch.Tensor
+    value_multiplier: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "LayerRotation":
+        """The same rotation with its tensors on `device`."""
+        return LayerRotation(**{name: getattr(self, name).to(device) for name in fmt.ROTATION_FIELDS})
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationHeader:
+    """What a rotation set was made for and from; travels with it as JSON, so nothing is read off file names.
+
+    `layers` are the ids of the layers with attention, ascending. `rope` names the position convention of the
+    keys ("half" for the two-halves pairing, "interleaved", "none", ...). `basis` and `basis_version` name the
+    formula, `corpus_digest` and `calibration_tokens` the text it was fitted on ("" and 0 without a fit).
+    """
+
+    model_id: str
+    layers: tuple[int, ...]
+    num_query_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: str
+    basis: str
+    basis_version: str
+    corpus_digest: str = ""
+    calibration_tokens: int = 0
+    rounding: str = "nearest"
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    created: str = ""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = fmt.FORMAT_NAME
+    format_version: int = fmt.FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header as JSON-ready values."""
+        return dataclasses.asdict(self) | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "RotationHeader":
+        """The header of `to_dict`; raises CheckpointError naming a missing, unknown or mistyped field."""
+        if not isinstance(values, dict):
+            raise CheckpointError(f"header is {type(values).__name__}, expected a JSON object")
+        kinds = {"layers": list, "versions": dict, "extra": dict}
+        kinds |= dict.fromkeys(
+            ("num_query_heads", "num_key_value_heads", "head_dim", "calibration_tokens", "format_version"),
+            int,
+        )
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in ("format", "format_version"):  # first, since another version may have other fields
+            expected = getattr(cls, name)
+            if values.get(name) != expected:
+                raise CheckpointError(f"header: {name} = {values.get(name)!r}, expected {expected!r}")
+        for name in names:
+            kind = kinds.get(name, str)
+            if name not in values:
+                raise CheckpointError(f"header: field {name!r} is missing")
+            if not isinstance(values[name], kind) or isinstance(values[name], bool):
+                raise CheckpointError(f"header: {name} = {values[name]!r}, expected {kind.__name__}")
+        if unknown := sorted(set(values) - set(names)):
+            raise CheckpointError(f"header: unknown field {unknown[0]!r}")
+        if not all(type(layer) is int for layer in values["layers"]):
+            raise CheckpointError(f"header: layers = {values['layers']!r}, expected a list of int")
+        fields: dict[str, Any] = values | {"layers": tuple(values["layers"])}
+        return cls(**fields)
+
+
+def validate_header(header: RotationHeader) -> None:
+    """Raises CheckpointError unless the header's geometry, rounding rule and layer ids are possible."""
+    if header.format != fmt.FORMAT_NAME or header.format_version != fmt.FORMAT_VERSION:
+        raise CheckpointError(
+            f"header: format = {header.format!r} version {header.format_version!r}, expected "
+            f"{fmt.format_id()}"
+        )
+    try:
+        check_head_dim(header.head_dim)
+    except ConfigError as error:
+        raise CheckpointError(f"header: {error}") from None
+    if header.num_key_value_heads < 1 or header.num_query_heads < 1:
+        raise CheckpointError(
+            f"header: num_query_heads = {header.num_query_heads}, "
+            f"num_key_value_heads = {header.num_key_value_heads}, allowed: >= 1"
+        )
+    if header.num_query_heads % header.num_key_value_heads:
+        raise CheckpointError(
+            f"header: num_query_heads = {header.num_query_heads} is not a multiple of "
+            f"num_key_value_heads = {header.num_key_value_heads}"
+        )
+    if header.rounding != "nearest":
+        raise CheckpointError(f"header: rounding = {header.rounding!r}, allowed: 'nearest'")
+    ids = list(header.layers)
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+        raise CheckpointError(f"header: layers = {ids}, expected distinct ascending ids >= 0, at least one")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotationSet:
+    """The rotations of a model: a header and one LayerRotation per layer id with attention."""
+
+    header: RotationHeader
+    layers: dict[int, LayerRotation]
+
+    def to(self, device: torch.device | str) -> "RotationSet":
+        """The same set with its tensors on `device`."""
+        return RotationSet(
+            self.header, {layer: rotation.to(device) for layer, rotation in self.layers.items()}
+        )
+
+
+def validate_layer(
+    layer_rotation: LayerRotation, *, layer_id: int, num_key_value_heads: int, head_dim: int
+) -> None:
+    """Raises an error naming layer and field unless the arrays obey the format page, section 1.
+
+    ShapeError and DTypeError for the arrays' form; CheckpointError for their content: non-finite entries, a
+    column norm above 1, a multiplier outside 1..511, a pair that is not inverse to 1e-3, or swapped roles.
+    """
+    heads = tuple(layer_rotation.key_transform.shape[:1])
+    if heads not in ((1,), (num_key_value_heads,)):
+        raise ShapeError(
+            f"layer {layer_id}: key_transform has leading axis {heads}, "
+            f"allowed: 1 or num_key_value_heads = {num_key_value_heads}"
+        )
+    arrays = {}
+    for name, shape in fmt.rotation_field_shapes(heads[0], head_dim).items():
+        array = getattr(layer_rotation, name)
+        if tuple(array.shape) != shape:
+            raise ShapeError(f"layer {layer_id}: {name} has shape {tuple(array.shape)}, expected {shape}")
+        dtype = str(array.dtype).removeprefix("torch.")
+        if dtype != fmt.ROTATION_FIELDS[name]:
+            expected = fmt.ROTATION_FIELDS[name]
+            raise DTypeError(f"layer {layer_id}: {name} has dtype {dtype}, expected {expected}")
+        arrays[name] = array.detach().cpu().to(torch.float64)
+        if not torch.isfinite(arrays[name]).all():
+            raise CheckpointError(f"layer {layer_id}: {name} has non-finite entries")
+    for name in ("key_multiplier", "value_multiplier"):
+        for multiplier in arrays[name].tolist():
+            if not 1 <= multiplier < fmt.MULTIPLIER_LIMIT:
+                raise CheckpointError(
+                    f"layer {layer_id}: {name} = {int(multiplier)}, allowed: 1..{fmt.MULTIPLIER_LIMIT - 1}"
+                )
+    for name in ("key_transform", "value_transform"):
+        norms = arrays[name].square().sum(dim=-2).sqrt() * _UNIT
+        if norms.max() > 1.0:
+            raise CheckpointError(
+                f"layer {layer_id}: {name} has a column of norm {norms.max().item():.6f}, allowed: <= 1"
+            )
+    key, value = arrays["key_transform"] * _UNIT, arrays["value_transform"] * _UNIT
+    query_transposed = arrays["query_transform"].mT
+    _check_inverse(layer_id, "key_transform", "query_transform", "inverse transpose", key, query_transposed)
+    _check_inverse(
+        layer_id, "value_transform", "output_transform", "inverse", value, arrays["output_transform"]
+    )
+
+
+def _check_inverse(
+    layer_id: int, name: str, inverse_name: str, relation: str, matrix: torch.Tensor, inverse: torch.Tensor
+) -> None:
+    identity = torch.eye(matrix.shape[-1], dtype=torch.float64)
+    error = (matrix @ inverse - identity).abs().max().item()
+    if error <= INVERSE_TOLERANCE:
+        return
+    message = f"layer {layer_id}: {inverse_name} is not the {relation} of {name}: off by {error:.3g}"
+    if (matrix @ inverse.mT - identity).abs().max() <= INVERSE_TOLERANCE:
+        message += " (it is when transposed: key and value roles look swapped)"
+    raise CheckpointError(message)
+
+
+def validate_rotation_set(rotation_set: RotationSet) -> None:
+    """Raises an error naming layer and field unless header and arrays are sound and agree."""
+    header = rotation_set.header
+    validate_header(header)
+    if sorted(rotation_set.layers) != list(header.layers):
+        raise CheckpointError(
+            f"header: layers = {list(header.layers)}, but the arrays are of {sorted(rotation_set.layers)}"
+        )
+    for layer_id, layer in rotation_set.layers.items():
+        validate_layer(
+            layer,
+            layer_id=layer_id,
+            num_key_value_heads=header.num_key_value_heads,
+            head_dim=header.head_dim,
+        )
+
+
+def apply_transform(rows: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+    """Rows times a transform in float32: [..., K, D] by int16 or float32 [Kr, D, D] -> float32 [..., K, D].
+
+    For the read side (queries, outputs) and for measurements; the codes come from quantize.py, in integers.
+    """
+    matrix = transform.to(torch.float32)
+    if transform.dtype == torch.int16:
+        matrix = matrix * _UNIT
+    matrix = matrix.expand(rows.shape[-2], -1, -1)
+    return torch.einsum("...kd,kde->...ke", rows.to(torch.float32), matrix)
+
+
+def identity_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:
+    """The rotation that changes nothing, one matrix per head; pass 1 head for a shared one."""
+    check_head_dim(head_dim)
+    heads = num_key_value_heads
+    transform = (torch.eye(head_dim, dtype=torch.int16) * fmt.TRANSFORM_MAX).repeat(heads, 1, 1)
+    inverse = torch.eye(head_dim).repeat(heads, 1, 1)
+    mean = torch.zeros(heads, head_dim, dtype=torch.bfloat16)
+    multiplier = torch.full((heads,), fmt.MULTIPLIER_DEFAULT, dtype=torch.int32)
+    return LayerRotation(
+        key_transform=transform,
+        query_transform=inverse,
+        value_transform=transform.clone(),
+        output_transform=inverse.clone(),
+        value_mean=mean,
+        key_mean=mean.clone(),
+        key_multiplier=multiplier,
+        value_multiplier=multiplier.clone(),
+    )
