@@ -1,0 +1,286 @@
+"""The decoder family: Qwen 2/2.5, Qwen 3, Llama 3 and Gemma 3 text, one Flax NNX module tree for all.
+
+A layer is  x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))  with the bracketed norms only in Gemma.
+How queries meet keys is not decided here: the decoder computes query, key and value rows and calls an
+`Attention` strategy, so that exact, cached, fake-quantized and statistics-collecting attention are plug-ins.
+
+Module names follow the Hugging Face tensor names; kernels are [in, out]. Axes: B batch, T new tokens, V
+vocabulary, H hidden, N query heads, K key/value heads, D head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..config import ShapeError
+from .config import ModelConfig, RopeConfig
+
+_QUERY_BLOCK = 512  # queries whose scores CausalAttention holds at a time
+
+
+class Attention(Protocol):
+    """How a layer's queries meet keys and values: the one hook between the decoder and everything else.
+
+    The decoder calls `attention(layer, query, key, value, state)` once per layer, layers in ascending order,
+    while it is being traced; it must be functional and returns `(out, state)`.
+
+      layer   Python int, 0-based index in the model (global; also for windowed layers).
+      query   [B, T, N, D], key and value [B, T, K, D], in the model's compute dtype. Query and key are final:
+              after projection bias, QK-norm and RoPE at the rows' absolute positions, not yet multiplied by
+              `config.attention_scale`. Rounded to bfloat16, key and value are exactly the rows a cache stores.
+              Query head n reads key/value head n // (N // K). Row t of sequence b is token `positions[b, t]`.
+      state   whatever the caller put at `states[layer]` (None without states): a cache, running sums, ...
+      out     [B, T, N, D], any float dtype; cast to the compute dtype before the output projection.
+      state   the layer's new state, handed back by the decoder in a list in layer order.
+
+    Rows past a sequence's end (right padding) are passed through as they are; a strategy that sums over rows
+    must mask them itself. The scale is `config.attention_scale`, the window `config.layer_windows[layer]`
+    (None: all; w: a query sees the last w tokens, itself included).
+    """
+
+    def __call__(
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+
+class CausalAttention:
+    """Exact causal attention over the T rows of the call themselves, without a cache; the state passes through.
+
+    Scores and softmax in float32. The causal and window masks count rows, not positions; padding belongs on
+    the right. Memory for scores is bounded by `B * N * 512 * T` floats.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """Attention of one layer; see `Attention`. Returns float32 [B, T, N, D] and `state` unchanged."""
+        window = self.config.layer_windows[layer]
+        return causal_attention(query, key, value, self.config.attention_scale, window), state
+
+
+class CapturingAttention:
+    """Wraps a strategy and returns each layer's (query, key, value) rows beside the inner strategy's state.
+
+    The state handed back per layer is `(inner_state, (query, key, value))`.
+    """
+
+    def __init__(self, inner: Attention) -> None:
+        self.inner = inner
+
+    def __call__(
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """Attention of one layer; see `Attention`."""
+        out, state = self.inner(layer, query, key, value, state)
+        return out, (state, (query, key, value))
+
+
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """Causal softmax attention in float32, query blocks of 512 one after the other.
+
+    query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`. Returns float32
+    [B, T, N, D].
+    """
+    batch, length, heads, width = query.shape
+    kv_heads = key.shape[2]
+    key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+    stored = jnp.arange(length)
+    block = min(_QUERY_BLOCK, length)
+    blocks = -(-length // block)
+    query = jnp.pad(query.astype(jnp.float32) * scale, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+    query = query.reshape(batch, blocks, block, kv_heads, heads // kv_heads, width)
+
+    def attend_block(index: jax.Array) -> jax.Array:
+        at = (index * block + jnp.arange(block))[:, None]
+        visible = stored <= at
+        if window is not None:
+            visible &= stored > at - window
+        scores = jnp.einsum("btkgd,bskd->bkgts", query[:, index], key, precision=jax.lax.Precision.HIGHEST)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgts,bskd->btkgd", weights, value, precision=jax.lax.Precision.HIGHEST)
+
+    out = jax.lax.map(attend_block, jnp.arange(blocks))  # [blocks, B, block, K, G, D]
+    return jnp.moveaxis(out, 0, 1).reshape(batch, blocks * block, heads, width)[:, :length]
+
+
+def apply_rope(rows: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
+    """Rotates channel pairs (i, i + D/2) of rows [B, T, heads, D] by their positions [B, T]; float32 inside."""
+    frequencies = jnp.asarray(rope.inverse_frequencies(rows.shape[-1]))
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, D/2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    low, high = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(rows.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight in float32; for Gemma the loader has already added one to the weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalised rows in the dtype of x."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight[...]).astype(x.dtype)
+
+
+class Attend(nnx.Module):
+    """Projections, QK-norm and RoPE around an `Attention` strategy."""
+
+    def __init__(self, config: ModelConfig, layer: int, make_linear: Callable[..., nnx.Linear]) -> None:
+        self.config, self.layer = config, layer
+        heads, kv_heads, width = config.num_query_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = make_linear(config.hidden_size, heads * width, use_bias=config.qkv_bias)
+        self.k_proj = make_linear(config.hidden_size, kv_heads * width, use_bias=config.qkv_bias)
+        self.v_proj = make_linear(config.hidden_size, kv_heads * width, use_bias=config.qkv_bias)
+        self.o_proj = make_linear(heads * width, config.hidden_size)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(width, config.rms_norm_eps)
+            self.k_norm = RMSNorm(width, config.rms_norm_eps)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """x [B, T, H] -> [B, T, H] and the layer's new state."""
+        batch, length, _ = x.shape
+        query, key, value = (
+            projection(x).reshape(batch, length, -1, self.config.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        rope = self.config.layer_rope(self.layer)
+        query, key = apply_rope(query, positions, rope), apply_rope(key, positions, rope)
+        out, state = attention(self.layer, query, key, value, state)
+        return self.o_proj(out.astype(x.dtype).reshape(batch, length, -1)), state
+
+
+class MLP(nnx.Module):
+    """Gated MLP: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, make_linear: Callable[..., nnx.Linear]) -> None:
+        self.gate_proj = make_linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = make_linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = make_linear(config.intermediate_size, config.hidden_size)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, H] -> [B, T, H]."""
+        gate = self.gate_proj(x)
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """One decoder layer, with two norms or, in Gemma, four."""
+
+    def __init__(self, config: ModelConfig, layer: int, make_linear: Callable[..., nnx.Linear]) -> None:
+        self.sandwich = config.sandwich_norms
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attend(config, layer, make_linear)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, make_linear)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """x [B, T, H] -> [B, T, H] and the layer's new state."""
+        attended, state = self.self_attn(self.input_layernorm(x), positions, attention, state)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(attended)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), state
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), state
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. Compute dtype and weight dtype are chosen apart; norms and logits are float32.
+
+    float32 products run at the highest precision of the device (no TF32).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+
+        def make_linear(width_in: int, width_out: int, use_bias: bool = False) -> nnx.Linear:
+            return nnx.Linear(
+                width_in,
+                width_out,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=self.precision,
+                rngs=rngs,
+            )
+
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.layers = nnx.List([Layer(config, layer, make_linear) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_embeddings:
+            self.lm_head = make_linear(config.hidden_size, config.vocab_size)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        states: Sequence[Any] | None = None,
+        *,
+        positions: jax.Array | None = None,
+        attention: Attention | None = None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Logits float32 [B, T, V] of tokens int32 [B, T], and the layers' new states; see `hidden_states`."""
+        hidden, states = self.hidden_states(tokens, states, positions=positions, attention=attention)
+        return self.logits(hidden), states
+
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        states: Sequence[Any] | None = None,
+        *,
+        positions: jax.Array | None = None,
+        attention: Attention | None = None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Rows after the last norm, [B, T, H] in the compute dtype, and the layers' new states.
+
+        `positions` int32 [B, T] are absolute token positions, by default 0 .. T-1; `attention` is by default
+        `CausalAttention`; `states` holds one state per layer for it. Raises ShapeError for a wrong count.
+        """
+        if states is not None and len(states) != self.config.num_layers:
+            raise ShapeError(f"{len(states)} layer states for a model of {self.config.num_layers} layers")
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        attention = CausalAttention(self.config) if attention is None else attention
+        x = self.embed_tokens(tokens)
+        if self.config.embedding_scale != 1.0:
+            # The reference rounds the factor to the compute dtype before it multiplies.
+            x = x * jnp.asarray(np.float32(self.config.embedding_scale), x.dtype)
+        new_states = []
+        for index, layer in enumerate(self.layers):
+            x, state = layer(x, positions, attention, None if states is None else states[index])
+            new_states.append(state)
+        return self.norm(x), new_states
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Float32 logits [..., V] of rows [..., H] from `hidden_states`: take only the rows you need."""
+        if self.config.tie_embeddings:
+            weights = self.embed_tokens.embedding[...].astype(self.dtype).T
+        else:
+            weights = self.lm_head.kernel[...].astype(self.dtype)
+        return jnp.matmul(hidden, weights, precision=self.precision, preferred_element_type=jnp.float32)
