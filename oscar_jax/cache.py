@@ -1,0 +1,438 @@
+"""One layer's paged mixed-precision cache, as a pytree; every function is pure and returns a new cache.
+
+Tokens 0 .. 63 (sink) and the last 256 .. 319 (recent) stay BF16; the pages between are INT2. Which tokens
+are quantized depends on the length of a sequence alone, so writing the same rows in one go, in chunks or one
+by one gives the same bytes. Page tables map a sequence's pages to physical pages, so that sequences of
+different lengths share one pool; physical page 0 of both pools is reserved and never written, so that table
+entries of padding rows can point there.
+
+`DenseCache` is the BF16 cache beside it: the baseline, and the ring of layers with a short sliding window.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import cache_format as fmt
+from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
+from .quantize import (
+    dequantize_key_pages,
+    dequantize_value_pages,
+    quantize_key_pages,
+    quantize_value_pages,
+    round_to_bfloat16,
+)
+
+PAGE = fmt.PAGE_TOKENS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """INT2 pages, BF16 window pages, and the tables that say which sequence owns them.
+
+    P INT2 pages, P' window pages, B sequences. `page_table[b, i]` is the physical page of history page i
+    (tokens sink + 64 i ...). Window slots of a sequence: first the sink pages, then a ring of recent pages:
+    token page p >= sink_pages + history_pages lies in slot sink_pages + (p - sink_pages) % recent_slots.
+    `history_pages[b]` counts the INT2 pages of sequence b; it is `config.history_pages(length)`, or more
+    where a sequence borrowed a prefix or was cut inside its history.
+    """
+
+    key_codes: jax.Array  # int32 [P, K, 64, D/16]
+    value_codes: jax.Array  # int32 [P, K, D, 4]
+    key_scale: jax.Array  # bf16 [P, K, 64]
+    value_scale: jax.Array  # bf16 [P, K, 64]
+    key_page_mean: jax.Array  # bf16 [P, K, D]
+    window_key: jax.Array  # bf16 [P', K, 64, D]
+    window_value: jax.Array  # bf16 [P', K, 64, D]
+    page_table: jax.Array  # int32 [B, max_pages]
+    window_table: jax.Array  # int32 [B, window_slots]
+    lengths: jax.Array  # int32 [B]
+    history_pages: jax.Array  # int32 [B]
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.page_table.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence's tables can hold."""
+        return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache:
+    """BF16 keys and values of one layer; a ring if shorter than the sequence: token t in slot t % S."""
+
+    key: jax.Array  # bf16 [B, S, K, D]
+    value: jax.Array  # bf16 [B, S, K, D]
+    lengths: jax.Array  # int32 [B]
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.key.shape[0]
+
+
+def num_history_pages(length: int, config: CacheConfig) -> int:
+    """INT2 pages of a sequence of `length` tokens."""
+    return config.history_pages(length)
+
+
+def allocate_layer_cache(
+    config: CacheConfig,
+    batch: int,
+    max_length: int,
+    num_pages: int | None = None,
+    num_window_pages: int | None = None,
+) -> LayerCache:
+    """An empty cache for `batch` sequences of up to `max_length` tokens each.
+
+    By default every sequence owns its pages (tables are filled in order). With `num_pages` or
+    `num_window_pages` the pools have that many physical pages (page 0 included) and the tables are all 0:
+    an allocator fills them. Raises ConfigError.
+    """
+    if batch < 1 or max_length < 1:
+        raise ConfigError(f"batch = {batch}, max_length = {max_length}: both must be at least 1")
+    max_pages = max(1, config.history_pages(max_length))
+    slots = config.window_slots
+    owned = num_pages is None and num_window_pages is None
+    pages = num_pages if num_pages is not None else 1 + batch * max_pages
+    window_pages = num_window_pages if num_window_pages is not None else 1 + batch * slots
+    if pages < 1 or window_pages < 1:
+        raise ConfigError(f"num_pages = {pages}, num_window_pages = {window_pages}: page 0 is always there")
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    shapes = {
+        **fmt.int2_array_shapes(pages, heads, head_dim),
+        **fmt.window_array_shapes(window_pages, heads, head_dim),
+    }
+    dtypes = {**fmt.INT2_ARRAYS, **fmt.WINDOW_ARRAYS}
+    arrays = {name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()}
+
+    def table(columns: int) -> jax.Array:
+        entries = 1 + jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
+        return entries if owned else jnp.zeros_like(entries)
+
+    return LayerCache(
+        **arrays,
+        page_table=table(max_pages),
+        window_table=table(slots),
+        lengths=jnp.zeros(batch, jnp.int32),
+        history_pages=jnp.zeros(batch, jnp.int32),
+        config=config,
+    )
+
+
+def allocate_dense_cache(
+    config: CacheConfig,
+    batch: int,
+    max_length: int,
+    window: int | None = None,
+    dtype: Any = jnp.bfloat16,
+) -> DenseCache:
+    """An empty BF16 cache; with `window`, a ring just long enough for a sliding window of that length."""
+    if batch < 1 or max_length < 1 or (window is not None and window < 1):
+        raise ConfigError(f"batch = {batch}, max_length = {max_length}, window = {window}: all must be >= 1")
+    slots = max_length if window is None else min(max_length, -(-window // PAGE) * PAGE)
+    rows = jnp.zeros((batch, slots, config.num_key_value_heads, config.head_dim), dtype)
+    return DenseCache(
+        key=rows, value=jnp.zeros_like(rows), lengths=jnp.zeros(batch, jnp.int32), window=window
+    )
+
+
+class NewPages(NamedTuple):
+    """The pages a chunk of rows completes, ready to be quantized (`pages_to_quantize`)."""
+
+    key: jax.Array  # bf16 [B, M, 64, K, D]
+    value: jax.Array  # bf16 [B, M, 64, K, D]
+    destination: jax.Array  # int32 [B, M]: physical page, or P where there is nothing to write
+
+
+def append_rows(
+    cache: LayerCache | DenseCache,
+    rotation: Any,
+    key: jax.Array,
+    value: jax.Array,
+    new_lengths: jax.Array,
+    quantize: Any = None,
+) -> Any:
+    """Appends rows to every sequence and quantizes the recent pages that become history.
+
+    key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. `quantize(key_pages, value_pages,
+    rotation)` may replace the reference quantizer. Outside jit, raises CacheFullError when a sequence would
+    outgrow its tables; under jit the caller checks `check_capacity` first.
+    """
+    check_rows(cache, key, value, new_lengths)
+    if not isinstance(cache.lengths, jax.core.Tracer) and not isinstance(new_lengths, jax.core.Tracer):
+        check_capacity(cache, new_lengths)
+    if isinstance(cache, DenseCache):
+        return _append_dense(cache, key, value, new_lengths)
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
+    pages, history = _pages_to_quantize(cache, key, value, new_lengths)
+    cache = _write_pages(cache, rotation, pages, quantize or quantize_page_pair)
+    cache = _write_window(cache, key, value, new_lengths, history)
+    return dataclasses.replace(cache, lengths=cache.lengths + new_lengths, history_pages=history)
+
+
+def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    key_codes, key_scale, key_page_mean = quantize_key_pages(
+        key_pages, rotation.key_transform, rotation.key_multiplier
+    )
+    value_codes, value_scale = quantize_value_pages(
+        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+    )
+    return {
+        "key_codes": key_codes,
+        "value_codes": value_codes,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "key_page_mean": key_page_mean,
+    }
+
+
+def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed."""
+    config = cache.config
+    length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
+    table = cache.page_table[sequence, :history]
+    key_history = dequantize_key_pages(
+        cache.key_codes[table], cache.key_scale[table], cache.key_page_mean[table], rotation.query_transform
+    )
+    value_history = dequantize_value_pages(
+        cache.value_codes[table], cache.value_scale[table], rotation.value_mean, rotation.output_transform
+    )
+
+    def joined(window: jax.Array, history_pages: jax.Array) -> jax.Array:
+        rows = window[cache.window_table[sequence]].swapaxes(1, 2).astype(jnp.float32)  # [slots, 64, K, D]
+        sink = rows[: config.sink_pages]
+        first = config.sink_pages + history
+        recent = rows[recent_slot(first + np.arange(config.recent_slots), config)]
+        every = jnp.concatenate([sink, history_pages, recent])
+        return every.reshape(every.shape[0] * PAGE, *every.shape[2:])[:length]
+
+    return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
+
+
+def recent_slot(page: Any, config: CacheConfig) -> Any:
+    """Window slot of token page `page` (past the sink), an int or an int array."""
+    return config.sink_pages + (page - config.sink_pages) % config.recent_slots
+
+
+def window_pages_used(length: int, history_pages: int, config: CacheConfig) -> int:
+    """BF16 pages that hold tokens of a sequence."""
+    pages = -(-length // PAGE)
+    return pages - history_pages
+
+
+def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
+    """Exact bytes of the tokens stored now, against the same tokens in BF16.
+
+    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows), allocated (bytes of all
+    arrays), int2_pages, window_pages and tokens. Sequences that share a page count it once.
+    """
+    lengths = np.asarray(cache.lengths)
+    if isinstance(cache, DenseCache):
+        row = 2 * cache.key.shape[2] * cache.key.shape[3] * cache.key.dtype.itemsize
+        stored = int(np.minimum(lengths, cache.key.shape[1]).sum()) * row
+        tokens = int(lengths.sum())
+        allocated = cache.key.nbytes + cache.value.nbytes
+        return {
+            "int2": 0,
+            "window": stored,
+            "total": stored,
+            "bfloat16": tokens * 2 * cache.key.shape[2] * cache.key.shape[3] * 2,
+            "allocated": allocated,
+            "int2_pages": 0,
+            "window_pages": 0,
+            "tokens": tokens,
+        }
+    config = cache.config
+    history = np.asarray(cache.history_pages)
+    page_table, window_table = np.asarray(cache.page_table), np.asarray(cache.window_table)
+    int2_pages: set[int] = set()
+    window_pages: set[int] = set()
+    for b, (length, pages) in enumerate(zip(lengths.tolist(), history.tolist())):
+        int2_pages.update(page_table[b, :pages].tolist())
+        for page in range(-(-length // PAGE)):
+            if page < config.sink_pages:
+                window_pages.add(int(window_table[b, page]))
+            elif page >= config.sink_pages + pages:
+                window_pages.add(int(window_table[b, recent_slot(page, config)]))
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    int2 = len(int2_pages) * heads * fmt.int2_page_bytes(head_dim)
+    window = len(window_pages) * heads * fmt.window_page_bytes(head_dim)
+    arrays = [getattr(cache, name) for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)]
+    return {
+        "int2": int2,
+        "window": window,
+        "total": int2 + window,
+        "bfloat16": int(lengths.sum()) * heads * head_dim * 4,
+        "allocated": sum(a.nbytes for a in arrays),
+        "int2_pages": len(int2_pages),
+        "window_pages": len(window_pages),
+        "tokens": int(lengths.sum()),
+    }
+
+
+def check_rows(cache: LayerCache | DenseCache, key: jax.Array, value: jax.Array, new_lengths: Any) -> None:
+    """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
+    if isinstance(cache, DenseCache):
+        heads, head_dim = cache.key.shape[2:]
+    else:
+        heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
+    for name, rows in (("key", key), ("value", value)):
+        if rows.ndim != 4 or rows.shape[0] != cache.batch or rows.shape[2:] != (heads, head_dim):
+            raise ShapeError(f"{name} rows {rows.shape}, expected [{cache.batch}, T, {heads}, {head_dim}]")
+        if not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise DTypeError(f"{name} rows are {rows.dtype}, expected bfloat16 (or a float to be rounded)")
+    if key.shape != value.shape or key.shape[1] < 1:
+        raise ShapeError(f"key rows {key.shape} and value rows {value.shape} must be equal and not empty")
+    if new_lengths.shape != (cache.batch,):
+        raise ShapeError(f"new_lengths {new_lengths.shape}, expected ({cache.batch},)")
+
+
+def check_capacity(cache: LayerCache | DenseCache, new_lengths: Any) -> None:
+    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
+    after = np.asarray(cache.lengths) + np.asarray(new_lengths)
+    if isinstance(cache, DenseCache):
+        limit = cache.key.shape[1] if cache.window is None else np.iinfo(np.int32).max
+    else:
+        limit = cache.capacity
+    if (np.asarray(new_lengths) < 0).any():
+        raise ConfigError(f"new_lengths {np.asarray(new_lengths).tolist()}: must not be negative")
+    if (after > limit).any():
+        b = int(np.argmax(after > limit))
+        raise CacheFullError(f"sequence {b} would have {int(after[b])} tokens, its cache holds {limit}")
+    if isinstance(cache, LayerCache):
+        _check_tables(cache, after, np.asarray(new_lengths))
+
+
+def _check_tables(cache: LayerCache, after: np.ndarray, new_lengths: np.ndarray) -> None:
+    """Every page that the sequences need after the append must be a physical page other than 0."""
+    config = cache.config
+    page_table, window_table = np.asarray(cache.page_table), np.asarray(cache.window_table)
+    for name, table, pages in (
+        ("page_table", page_table, cache.key_codes.shape[0]),
+        ("window_table", window_table, cache.window_key.shape[0]),
+    ):
+        if ((table < 0) | (table >= pages)).any():
+            bad = int(table[(table < 0) | (table >= pages)][0])
+            raise OscarError(f"{name} names page {bad}, the pool has pages 0..{pages - 1}")
+    history_before = np.asarray(cache.history_pages)
+    for b in np.flatnonzero(new_lengths > 0):
+        history = max(int(history_before[b]), config.history_pages(int(after[b])))
+        if (page_table[b, :history] == 0).any():
+            raise CacheFullError(f"sequence {b} needs {history} INT2 pages, its table names fewer")
+        first = config.sink_pages + history
+        last = (int(after[b]) - 1) // PAGE
+        needed = list(range(min(config.sink_pages, last + 1)))
+        needed += [recent_slot(p, config) for p in range(first, last + 1)]
+        if (window_table[b, needed] == 0).any():
+            raise CacheFullError(f"sequence {b} needs {len(needed)} window pages, its table names fewer")
+
+
+def _append_dense(cache: DenseCache, key: jax.Array, value: jax.Array, new_lengths: jax.Array) -> DenseCache:
+    slots, tokens = cache.key.shape[1], key.shape[1]
+    step = jnp.arange(tokens)
+    # A chunk longer than the ring overwrites itself: only its last S rows are written.
+    keep = (step < new_lengths[:, None]) & (step >= new_lengths[:, None] - slots)
+    slot = jnp.where(keep, (cache.lengths[:, None] + step) % slots, slots)
+    row = jnp.arange(cache.batch)[:, None]
+
+    def written(store: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = round_to_bfloat16(rows) if store.dtype == jnp.bfloat16 else rows.astype(store.dtype)
+        return store.at[row, slot].set(rows, mode="drop")
+
+    return dataclasses.replace(
+        cache,
+        key=written(cache.key, key),
+        value=written(cache.value, value),
+        lengths=cache.lengths + jnp.clip(new_lengths, 0, tokens),
+    )
+
+
+def _bits(rows: jax.Array) -> jax.Array:
+    """bf16 as uint16: moves rows without touching NaN payloads or subnormals."""
+    return lax.bitcast_convert_type(rows, jnp.uint16)
+
+
+def _pages_to_quantize(
+    cache: LayerCache, key: jax.Array, value: jax.Array, new_lengths: jax.Array
+) -> tuple[NewPages, jax.Array]:
+    """Collects the rows of the pages that leave the recent part: from the window, then from the chunk."""
+    config, tokens = cache.config, key.shape[1]
+    length, before = cache.lengths, cache.history_pages
+    formula = (length + new_lengths - config.sink_tokens - config.recent_tokens) // PAGE
+    after = jnp.maximum(before, jnp.maximum(formula, 0))
+    # At most 63 tokens wait beyond the recent window, so T more complete at most ceil(T / 64) pages. More
+    # recent tokens than that can only stem from a cut inside the history, where fewer pages are due.
+    count = -(-tokens // PAGE)
+    index = jnp.arange(count)
+    page = config.sink_pages + before[:, None] + index  # [B, M] token pages
+    slot = recent_slot(page, config)
+    source = jnp.take_along_axis(cache.window_table, slot, axis=1)
+    token = page[:, :, None] * PAGE + jnp.arange(PAGE)  # [B, M, 64]
+    step = jnp.clip(token - length[:, None, None], 0, tokens - 1)
+    is_new = (token >= length[:, None, None])[..., None, None]
+    sequence = jnp.arange(cache.batch)[:, None, None]
+
+    def gathered(window: jax.Array, rows: jax.Array) -> jax.Array:
+        old = _bits(window)[source].swapaxes(2, 3)  # [B, M, 64, K, D]
+        new = _bits(rows)[sequence, step]
+        return lax.bitcast_convert_type(jnp.where(is_new, new, old), jnp.bfloat16)
+
+    due = index < (after - before)[:, None]
+    columns = jnp.minimum(before[:, None] + index, cache.page_table.shape[1] - 1)
+    destination = jnp.take_along_axis(cache.page_table, columns, axis=1)
+    pages = cache.key_codes.shape[0]
+    destination = jnp.where(due & (destination > 0), destination, pages)
+    return NewPages(gathered(cache.window_key, key), gathered(cache.window_value, value), destination), after
+
+
+def _write_pages(cache: LayerCache, rotation: Any, pages: NewPages, quantize: Any) -> LayerCache:
+    """Quantizes the collected pages, if any is due, and writes them to their physical pages."""
+    flat = tuple(rows.reshape(-1, *rows.shape[2:]) for rows in (pages.key, pages.value))
+    shapes = jax.eval_shape(lambda k, v: quantize(k, v, rotation), *flat)
+    new = lax.cond(
+        (pages.destination < cache.key_codes.shape[0]).any(),
+        lambda: quantize(*flat, rotation),
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+    )
+    destination = pages.destination.reshape(-1)
+    written = {name: getattr(cache, name).at[destination].set(new[name], mode="drop") for name in new}
+    return dataclasses.replace(cache, **written)
+
+
+def _write_window(
+    cache: LayerCache, key: jax.Array, value: jax.Array, new_lengths: jax.Array, history: jax.Array
+) -> LayerCache:
+    """Writes the rows of the chunk that stay BF16: sink tokens and tokens past the new history."""
+    config = cache.config
+    step = jnp.arange(key.shape[1])
+    token = cache.lengths[:, None] + step  # [B, T]
+    page = token // PAGE
+    in_sink = page < config.sink_pages
+    stays = in_sink | (page >= config.sink_pages + history[:, None])
+    slot = jnp.where(in_sink, page, recent_slot(page, config))
+    physical = jnp.take_along_axis(cache.window_table, slot, axis=1)
+    pages = cache.window_key.shape[0]
+    physical = jnp.where(stays & (step < new_lengths[:, None]) & (physical > 0), physical, pages)
+
+    def written(window: jax.Array, rows: jax.Array) -> jax.Array:
+        bits = _bits(window).at[physical, :, token % PAGE].set(_bits(rows), mode="drop")
+        return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+    return dataclasses.replace(
+        cache, window_key=written(cache.window_key, key), window_value=written(cache.window_value, value)
+    )

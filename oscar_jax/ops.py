@@ -1,0 +1,153 @@
+"""Choice of implementation: "xla" (the reference, any device), "mosaic_gpu" (Hopper), None (best available).
+
+A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
+serve. `None` takes the Mosaic GPU kernel where it supports the shape, and the reference elsewhere.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from . import attention, cache
+from .cache import LayerCache
+from .config import ConfigError
+
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer_cache: Any,
+    rotation: Any,
+    *,
+    new_lengths: jax.Array,
+    scale: float,
+    sliding_window: int | None = None,
+    sink_logits: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """Attends with new tokens and stores them: the one call a decoder layer makes.
+
+    query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
+    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
+    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
+    """
+    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    if query.shape[1] == 1:
+        layer_cache = append_rows(
+            layer_cache, rotation, key, value, new_lengths, implementation=implementation
+        )
+        out = decode_attention(query[:, 0], layer_cache, rotation, implementation=implementation, **options)
+        return out[:, None], layer_cache
+    out = chunk_attention(
+        query,
+        key,
+        value,
+        layer_cache,
+        rotation,
+        new_lengths=new_lengths,
+        implementation=implementation,
+        **options,
+    )
+    return out, append_rows(layer_cache, rotation, key, value, new_lengths, implementation=implementation)
+
+
+def append_rows(
+    layer_cache: Any,
+    rotation: Any,
+    key: jax.Array,
+    value: jax.Array,
+    new_lengths: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> Any:
+    """`cache.append_rows` with the page quantizer of the chosen implementation."""
+    quantize = functools.partial(quantize_pages, implementation=implementation)
+    return cache.append_rows(layer_cache, rotation, key, value, new_lengths, quantize=quantize)
+
+
+def quantize_pages(
+    key_pages: jax.Array, value_pages: jax.Array, rotation: Any, *, implementation: str | None = None
+) -> dict[str, jax.Array]:
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    return _choose(
+        implementation,
+        lambda: _mosaic("quantize_mosaic_gpu").quantize_page_pair,
+        cache.quantize_page_pair,
+        key_pages,
+        value_pages,
+        rotation,
+    )
+
+
+def decode_attention(
+    query: jax.Array, layer_cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
+) -> jax.Array:
+    """`attention.decode_attention` by the chosen implementation; float32 [B, N, D]."""
+    kernel = None
+    if isinstance(layer_cache, LayerCache):
+        kernel = lambda: _mosaic("decode_mosaic_gpu").decode_attention  # noqa: E731
+    return _choose(
+        implementation, kernel, attention.decode_attention, query, layer_cache, rotation, **options
+    )
+
+
+def chunk_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer_cache: Any,
+    rotation: Any,
+    *,
+    implementation: str | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D]."""
+    kernel = None
+    if isinstance(layer_cache, LayerCache):
+        kernel = lambda: _mosaic("prefill_mosaic_gpu").chunk_attention  # noqa: E731
+    reference = attention.chunk_attention
+    return _choose(implementation, kernel, reference, query, key, value, layer_cache, rotation, **options)
+
+
+def _mosaic(name: str) -> Any:
+    """A kernel module, imported on first use: Mosaic GPU is not part of every JAX build."""
+    import importlib
+
+    return importlib.import_module(f".pallas.{name}", __package__)
+
+
+def _choose(
+    implementation: str | None,
+    kernel: Callable[[], Callable] | None,
+    reference: Callable,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Runs the named implementation, or the best one that supports these arguments."""
+    if implementation not in (*IMPLEMENTATIONS, None):
+        raise ConfigError(
+            f"implementation = {implementation!r}, allowed: {', '.join(IMPLEMENTATIONS)} or None"
+        )
+    # A BF16 cache has no INT2 kernel: every choice means the reference.
+    if implementation == "xla" or kernel is None:
+        return reference(*args, **options)
+    if implementation == "mosaic_gpu":
+        return kernel()(*args, **options)
+    if _hopper():
+        try:
+            return kernel()(*args, **options)
+        except NotImplementedError:
+            pass
+    return reference(*args, **options)
+
+
+@functools.cache
+def _hopper() -> bool:
+    """Whether the default device is a GPU that Mosaic GPU kernels run on (compute capability 9 or newer)."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 9.0

@@ -1,0 +1,61 @@
+"""2-bit codes <-> the int32 words of a page.
+
+The order of words inside a page is fixed here and nowhere else. Keys are packed along channels and values
+along tokens: 16 codes a word, code i at bits 2i and 2i + 1, words in natural order.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import cache_format as fmt
+from .config import ShapeError
+
+
+def pack_key_codes(codes: jax.Array) -> jax.Array:
+    """Packs keys: word w of a token holds its channels 16w .. 16w + 15.
+
+    codes uint8 [..., 64, D] in 0..3 -> int32 [..., 64, D/16]. Raises ShapeError unless D is a multiple of 16.
+    """
+    return _pack(codes)
+
+
+def unpack_key_codes(words: jax.Array) -> jax.Array:
+    """Inverse of `pack_key_codes`: int32 [..., 64, D/16] -> uint8 [..., 64, D]."""
+    return _unpack(words)
+
+
+def pack_value_codes(codes: jax.Array) -> jax.Array:
+    """Packs values: word w of a channel holds the page's tokens 16w .. 16w + 15.
+
+    codes uint8 [..., 64, D] in 0..3 -> int32 [..., D, 4]. Raises ShapeError unless the page has 64 tokens.
+    """
+    if codes.shape[-2] != fmt.PAGE_TOKENS:
+        raise ShapeError(f"codes {codes.shape}, expected [..., {fmt.PAGE_TOKENS}, D]")
+    return _pack(codes.swapaxes(-1, -2))
+
+
+def unpack_value_codes(words: jax.Array) -> jax.Array:
+    """Inverse of `pack_value_codes`: int32 [..., D, 4] -> uint8 [..., 64, D]."""
+    return _unpack(words).swapaxes(-1, -2)
+
+
+def _shifts() -> jax.Array:
+    return jnp.arange(fmt.CODES_PER_WORD, dtype=jnp.uint32) * fmt.CODE_BITS
+
+
+def _pack(codes: jax.Array) -> jax.Array:
+    """[..., 16 W] -> int32 [..., W]."""
+    if codes.shape[-1] % fmt.CODES_PER_WORD:
+        raise ShapeError(f"codes {codes.shape}: the packed axis must be a multiple of {fmt.CODES_PER_WORD}")
+    words = codes.shape[-1] // fmt.CODES_PER_WORD
+    groups = codes.reshape(*codes.shape[:-1], words, fmt.CODES_PER_WORD).astype(jnp.uint32)
+    packed = (groups << _shifts()).sum(axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(packed, jnp.int32)
+
+
+def _unpack(words: jax.Array) -> jax.Array:
+    """int32 [..., W] -> uint8 [..., 16 W]."""
+    bits = lax.bitcast_convert_type(words, jnp.uint32)[..., None] >> _shifts()
+    codes = (bits & 3).astype(jnp.uint8)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * fmt.CODES_PER_WORD)

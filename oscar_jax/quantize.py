@@ -1,0 +1,208 @@
+"""The exact integer row quantizer: bf16 rows -> 2-bit codes and one scale per row; pages of 64 rows.
+
+A page is a pure function of its rows and of the rotation set, defined in integers, so that every
+implementation on every device writes the same bytes. The arithmetic is documented step by step in
+`docs/int2-format.md`; the step numbers below are the ones of its section 2.
+
+Why it is exact: a row and a transform are 15-bit integers, split into two signed 8-bit limbs. Every sum of
+limb products stays below 2**24, so a float32 matrix unit (TF32 and bf16 included) computes it without
+rounding, in any order. Nothing divides floats, and no float product feeds an addition unless it is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import cache_format as fmt
+from .config import DTypeError, ShapeError
+from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
+
+_CLAMP = 2.0**fmt.MAX_EXPONENT
+
+
+def round_to_bfloat16(rows: jax.Array) -> jax.Array:
+    """Rounds to the nearest bfloat16, ties to even; bfloat16 passes through unchanged.
+
+    `reduce_precision` makes the rounding explicit: XLA may drop a plain float32 -> bfloat16 -> float32 pair.
+    """
+    if rows.dtype == jnp.bfloat16:
+        return rows
+    return lax.reduce_precision(rows.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(
+        jnp.bfloat16
+    )
+
+
+def page_key_mean(rows: jax.Array) -> jax.Array:
+    """Mean key of a page (step 2). rows bf16 [..., 64, K, D] -> bf16 [..., K, D].
+
+    Non-finite rows count as zeros. Raises ShapeError unless the page has 64 rows.
+    """
+    if rows.ndim < 3 or rows.shape[-3] != fmt.PAGE_TOKENS:
+        raise ShapeError(f"a page has {fmt.PAGE_TOKENS} rows: rows {rows.shape}, expected [..., 64, K, D]")
+    return _page_key_mean(_clean(rows))
+
+
+def quantize_rows(
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Centers, rotates, scales and codes rows (steps 1-9).
+
+    rows bf16 [..., K, D]; transform int16 [K or 1, D, D] in units of 2**-14; multiplier int32 [K or 1] in
+    units of 1/256; mean bf16 [..., K or 1, D], subtracted first. Returns codes uint8 [..., K, D] in 0..3 and
+    scale bf16 [..., K]. Raises ShapeError or DTypeError before any work.
+    """
+    check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
+    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+
+
+def quantize_key_pages(
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantizes whole pages of keys, centered by their own mean.
+
+    rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
+    """
+    check_pages(rows, transform, multiplier)
+    x = _clean(rows)
+    mean = _page_key_mean(x)
+    z = x - mean.astype(jnp.float32)[:, None]
+    codes, scale = _code_rows(z, transform, multiplier)
+    return pack_key_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2), mean
+
+
+def quantize_value_pages(
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
+
+    rows bf16 [P, 64, K, D], mean bf16 [K or 1, D] -> words int32 [P, K, D, 4], scale bf16 [P, K, 64].
+    """
+    check_pages(rows, transform, multiplier)
+    if mean.shape != (transform.shape[0], rows.shape[-1]):
+        raise ShapeError(f"value mean {mean.shape}, expected {(transform.shape[0], rows.shape[-1])}")
+    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    return pack_value_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2)
+
+
+def dequantize_key_pages(
+    words: jax.Array, scale: jax.Array, page_mean: jax.Array, query_transform: jax.Array
+) -> jax.Array:
+    """Reconstructs keys: mean + ((code - 1.5) * scale) @ inverse(T_K), with inverse(T_K) = query_transform^T.
+
+    words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D], query_transform float32
+    [K or 1, D, D] -> float32 [P, 64, K, D].
+    """
+    y = _grid(unpack_key_codes(words), scale)
+    x = page_mean.astype(jnp.float32)[:, :, None] + _matmul(y, query_transform.swapaxes(-1, -2))
+    return x.swapaxes(1, 2)
+
+
+def dequantize_value_pages(
+    words: jax.Array, scale: jax.Array, value_mean: jax.Array, output_transform: jax.Array
+) -> jax.Array:
+    """Reconstructs values: value_mean + ((code - 1.5) * scale) @ output_transform.
+
+    words int32 [P, K, D, 4], scale bf16 [P, K, 64], value_mean bf16 [K or 1, D], output_transform float32
+    [K or 1, D, D] -> float32 [P, 64, K, D].
+    """
+    y = _grid(unpack_value_codes(words), scale)
+    x = value_mean.astype(jnp.float32)[:, None] + _matmul(y, output_transform)
+    return x.swapaxes(1, 2)
+
+
+def check_transform(key_value_heads: int, head_dim: int, transform: jax.Array, multiplier: jax.Array) -> None:
+    """Raises ShapeError or DTypeError unless transform and multiplier fit rows of [..., K, D]."""
+    fmt_heads = transform.shape[0] if transform.ndim == 3 else -1
+    if transform.ndim != 3 or transform.shape[1:] != (head_dim, head_dim):
+        raise ShapeError(f"transform {transform.shape}, expected [K or 1, {head_dim}, {head_dim}]")
+    if fmt_heads not in (1, key_value_heads):
+        raise ShapeError(f"transform has {fmt_heads} heads, expected 1 or {key_value_heads}")
+    if transform.dtype != jnp.int16:
+        raise DTypeError(f"transform is {transform.dtype}, expected int16 (units of 2**-14)")
+    if multiplier.shape != (fmt_heads,):
+        raise ShapeError(f"multiplier {multiplier.shape}, expected ({fmt_heads},)")
+    if multiplier.dtype != jnp.int32:
+        raise DTypeError(f"multiplier is {multiplier.dtype}, expected int32 (units of 1/256)")
+    if head_dim % fmt.HEAD_DIM_MULTIPLE or not 0 < head_dim <= fmt.MAX_HEAD_DIM:
+        raise ShapeError(f"head_dim {head_dim}, expected a multiple of 16 up to {fmt.MAX_HEAD_DIM}")
+
+
+def check_pages(rows: jax.Array, transform: jax.Array, multiplier: jax.Array) -> None:
+    """Raises ShapeError or DTypeError unless rows are [P, 64, K, D] and the transform fits them."""
+    if rows.ndim != 4 or rows.shape[1] != fmt.PAGE_TOKENS:
+        raise ShapeError(f"rows {rows.shape}, expected [P, {fmt.PAGE_TOKENS}, K, D]")
+    check_transform(rows.shape[2], rows.shape[3], transform, multiplier)
+
+
+def _clean(rows: jax.Array) -> jax.Array:
+    """Step 1: float32 rows with non-finite entries 0 and magnitudes at most 2**64."""
+    x = round_to_bfloat16(rows).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -_CLAMP, _CLAMP), 0.0)
+
+
+def _exponent(magnitude: jax.Array) -> jax.Array:
+    """floor(log2) of a non-negative float32, read from its exponent bits."""
+    return (lax.bitcast_convert_type(magnitude, jnp.int32) >> 23) - 127
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2**exponent as float32, built from its bits; exponent in -126..127."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _page_key_mean(x: jax.Array) -> jax.Array:
+    """Step 2 on cleaned rows [..., 64, K, D] -> bf16 [..., K, D]."""
+    exponent = _exponent(jnp.max(jnp.abs(x), axis=(-3, -1)))  # [..., K]
+    empty = exponent < fmt.MIN_EXPONENT
+    exponent = jnp.where(empty, 0, exponent)
+    up = _power_of_two(fmt.MEAN_BITS - exponent)[..., None, :, None]
+    total = jnp.floor(x * up + 0.5).astype(jnp.int32).sum(axis=-3)  # [..., K, D], |total| <= 2**27
+    down = _power_of_two(exponent - fmt.MEAN_BITS - fmt.PAGE_TOKENS_LOG2)[..., None]
+    return round_to_bfloat16(jnp.where(empty[..., None], 0.0, total.astype(jnp.float32) * down))
+
+
+def _limbs(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Step 5: v = 256 * hi + lo with lo in -128..127."""
+    hi = (v + 128) >> fmt.LIMB_BITS
+    return hi, v - (hi << fmt.LIMB_BITS)
+
+
+def _code_rows(z: jax.Array, transform: jax.Array, multiplier: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Steps 3-9 on centered rows z float32 [..., K, D]."""
+    head_dim = z.shape[-1]
+    exponent = _exponent(jnp.max(jnp.abs(z), axis=-1))  # [..., K]
+    empty = exponent < fmt.MIN_EXPONENT
+    exponent = jnp.where(empty, 0, exponent)
+    fixed = jnp.floor(z * _power_of_two(fmt.ROW_BITS - exponent)[..., None] + 0.5)
+    fixed = jnp.where(empty[..., None], 0, fixed.astype(jnp.int32))
+
+    # Step 6. One product of the stacked limbs: rows [hi; lo] times columns [Thi | Tlo].
+    rows = jnp.stack(_limbs(fixed)).astype(jnp.float32)
+    columns = jnp.concatenate(_limbs(transform.astype(jnp.int32)), axis=-1).astype(jnp.float32)
+    products = jnp.split(_matmul_rows(rows, columns).astype(jnp.int32), 2, axis=-1)
+    (hi_hi, lo_hi), (hi_lo, lo_lo) = products
+    y = (hi_hi << fmt.LIMB_BITS) + (hi_lo + lo_hi) + (lo_lo >> fmt.LIMB_BITS)
+
+    mean_abs = (jnp.abs(y) >> fmt.ABS_SHIFT).sum(axis=-1) // head_dim
+    s = (mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT
+    bound = s[..., None]
+    codes = (y >= -bound).astype(jnp.uint8) + (y >= 0).astype(jnp.uint8) + (y >= bound).astype(jnp.uint8)
+    scale = s.astype(jnp.float32) * _power_of_two(exponent - fmt.SCALE_BITS)
+    return codes, round_to_bfloat16(scale)
+
+
+def _matmul_rows(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """rows [..., K, D] @ columns [K or 1, D, E] -> [..., K, E]."""
+    if columns.shape[0] == 1:
+        return jnp.matmul(rows, columns[0], precision=lax.Precision.HIGHEST)
+    return jnp.einsum("...kd,kde->...ke", rows, columns, precision=lax.Precision.HIGHEST)
+
+
+def _grid(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Grid values (code - 1.5) * scale, float32; codes [P, K, 64, D], scale [P, K, 64]."""
+    return (codes.astype(jnp.float32) - 1.5) * scale.astype(jnp.float32)[..., None]
+
+
+def _matmul(y: jax.Array, matrix: jax.Array) -> jax.Array:
+    """y [P, K, 64, D] @ matrix [K or 1, D, D]."""
+    return jnp.matmul(y, matrix, precision=lax.Precision.HIGHEST)
