@@ -1,0 +1,378 @@
+"""Every implementation of the format by name, behind one NumPy-in, NumPy-out interface.
+
+`IMPLEMENTATIONS[name].quantize_pages(role, rows, transform, multiplier, mean, device)` takes bf16 as bits and
+returns the arrays of `oracle.quantize_pages`. A name says which code runs; a device ("cpu" or "gpu") says
+where. `why_not(device)` returns None when both can be had here, otherwise the reason in one line. A named
+implementation never falls back to another one.
+
+To add an implementation, append to IMPLEMENTATIONS; the conformance command, the shared tests and the report
+then include it. Frameworks are imported on first use only.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from parity_tests import oracle
+
+# Both frameworks share the GPU in one process; JAX would otherwise reserve three quarters of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+BFLOAT16_FIELDS = ("value_mean", "key_mean")
+DEVICES = ("cpu", "gpu")
+
+
+class Framework:
+    """Array conversions of one package; subclasses know one framework each."""
+
+    name: str
+    package: str
+
+    def module(self, name: str) -> Any:
+        """Module `name` of the package, e.g. "cache"."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+    def installed(self) -> bool:
+        """Whether the framework can be imported, found out without importing it."""
+        return importlib.util.find_spec(self.name) is not None
+
+    def why_not(self, device: str) -> str | None:
+        """None when `device` can be used, otherwise the reason."""
+        if device not in DEVICES:
+            return f"device {device!r} is unknown, allowed: {', '.join(DEVICES)}"
+        if not self.installed():
+            return f"{self.name} is not installed"
+        return None if device == "cpu" or self.has_gpu() else f"{self.name} sees no GPU"
+
+    def has_gpu(self) -> bool:
+        raise NotImplementedError
+
+    def array(self, values: np.ndarray, device: str) -> Any:
+        """A framework array of the same dtype and shape on `device`."""
+        raise NotImplementedError
+
+    def bfloat16(self, bits: np.ndarray, device: str) -> Any:
+        """A bf16 array of these bits on `device`."""
+        raise NotImplementedError
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """A NumPy array; bf16 arrives as its bits (uint16)."""
+        raise NotImplementedError
+
+    def device_context(self, device: str) -> Any:
+        """Context in which new arrays are made on `device`."""
+        raise NotImplementedError
+
+    def versions(self, device: str) -> dict[str, str]:
+        """Versions and device name for the report."""
+        raise NotImplementedError
+
+    def compiled(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        """The function as users of this framework run it."""
+        return function
+
+    def layer_rotation(self, fields: Mapping[str, np.ndarray], device: str) -> Any:
+        """The package's LayerRotation of arrays by field name (`rows.make_rotation`)."""
+        arrays = {
+            name: self.bfloat16(field, device) if name in BFLOAT16_FIELDS else self.array(field, device)
+            for name, field in fields.items()
+        }
+        return self.module("rotation").LayerRotation(**arrays)
+
+
+class JaxFramework(Framework):
+    """JAX arrays; functions run under jit."""
+
+    name, package = "jax", "oscar_jax"
+
+    @functools.cache  # noqa: B019  (one instance lives as long as the process)
+    def has_gpu(self) -> bool:
+        import jax
+
+        try:
+            return bool(jax.devices("gpu"))
+        except RuntimeError:
+            return False
+
+    def device_context(self, device: str) -> Any:
+        import jax
+
+        return jax.default_device(jax.devices(device)[0])
+
+    def array(self, values: np.ndarray, device: str) -> Any:
+        import jax
+
+        return jax.device_put(values, jax.devices(device)[0])
+
+    def bfloat16(self, bits: np.ndarray, device: str) -> Any:
+        import ml_dtypes
+
+        return self.array(np.ascontiguousarray(bits).view(ml_dtypes.bfloat16), device)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        values = np.asarray(array)
+        return values.view(np.uint16) if values.dtype.name == "bfloat16" else values
+
+    def versions(self, device: str) -> dict[str, str]:
+        import jax
+
+        kind = jax.devices(device)[0].device_kind
+        return {"jax": jax.__version__, "device": processor_name() if device == "cpu" else kind}
+
+    def compiled(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        return _jitted(function, static)
+
+
+@functools.cache
+def _jitted(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+    import jax
+
+    return jax.jit(function, static_argnames=static)
+
+
+class TorchFramework(Framework):
+    """Torch tensors; functions run eagerly and without gradients."""
+
+    name, package = "torch", "oscar_torch"
+
+    @functools.cache  # noqa: B019  (one instance lives as long as the process)
+    def has_gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def _device(self, device: str) -> str:
+        return "cuda" if device == "gpu" else device
+
+    def device_context(self, device: str) -> Any:
+        import torch
+
+        return torch.device(self._device(device))
+
+    def array(self, values: np.ndarray, device: str) -> Any:
+        import torch
+
+        return torch.from_numpy(np.array(values)).to(self._device(device))
+
+    def bfloat16(self, bits: np.ndarray, device: str) -> Any:
+        import torch
+
+        # Torch has few operations on uint16; int16 carries the same bits.
+        return torch.from_numpy(np.array(bits).view(np.int16)).view(torch.bfloat16).to(self._device(device))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        import torch
+
+        array = array.detach().cpu()
+        if array.dtype == torch.bfloat16:
+            return array.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return array.numpy()
+
+    def versions(self, device: str) -> dict[str, str]:
+        import torch
+
+        name = processor_name() if device == "cpu" else torch.cuda.get_device_name()
+        return {"torch": torch.__version__, "device": name}
+
+
+FRAMEWORKS: dict[str, Framework] = {"jax": JaxFramework(), "torch": TorchFramework()}
+
+QuantizePages = Callable[..., dict[str, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute pages; `run` and `reason` take the device last, framework is None for NumPy."""
+
+    name: str
+    framework: Framework | None
+    devices: tuple[str, ...]
+    run: QuantizePages
+    reason: Callable[[str], str | None] = lambda device: None
+
+    def why_not(self, device: str = "cpu") -> str | None:
+        """None when this implementation can run on `device` here, otherwise the reason in one line."""
+        if device not in self.devices:
+            return f"{self.name} does not run on {device!r}, allowed: {', '.join(self.devices)}"
+        reason = self.framework.why_not(device) if self.framework else None
+        return reason or self.reason(device)
+
+    def versions(self, device: str) -> dict[str, str]:
+        """Versions and device name for the report."""
+        if self.framework:
+            return self.framework.versions(device)
+        return {"numpy": np.__version__, "device": processor_name()}
+
+    def quantize_pages(
+        self,
+        role: str,
+        rows: np.ndarray,
+        transform: np.ndarray,
+        multiplier: np.ndarray,
+        mean: np.ndarray | None = None,
+        device: str | None = None,
+    ) -> dict[str, np.ndarray]:
+        """The arrays of `oracle.quantize_pages`, computed by this implementation on `device`."""
+        return self.run(role, rows, transform, multiplier, mean, device or self.devices[0])
+
+
+def processor_name() -> str:
+    """The processor's model name, for reports."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _oracle_pages(
+    role: str,
+    rows: np.ndarray,
+    transform: np.ndarray,
+    multiplier: np.ndarray,
+    mean: np.ndarray | None,
+    device: str,
+) -> dict[str, np.ndarray]:
+    return oracle.quantize_pages(role, rows, transform, multiplier, mean)
+
+
+def package_pages(framework: Framework, key_pages: Any, value_pages: Any) -> QuantizePages:
+    """`run` of a package whose functions have the signatures of `quantize.py`.
+
+    `key_pages` and `value_pages` are called without arguments and return the function to run, so that nothing
+    is imported before it is needed. Codes are read back from the words by the package's own `packing.py`.
+    """
+
+    def run(
+        role: str,
+        rows: np.ndarray,
+        transform: np.ndarray,
+        multiplier: np.ndarray,
+        mean: np.ndarray | None,
+        device: str,
+    ) -> dict[str, np.ndarray]:
+        tokens, heads, head_dim = rows.shape
+        packing = framework.module("packing")
+        result: dict[str, np.ndarray] = {}
+        with framework.device_context(device):
+            pages = framework.bfloat16(rows.reshape(tokens // 64, 64, heads, head_dim), device)
+            arguments = [pages, framework.array(transform, device), framework.array(multiplier, device)]
+            if role == "key":
+                words, scale, page_mean = key_pages()(*arguments)
+                codes = framework.compiled(packing.unpack_key_codes)(words)  # [P, K, 64, D]
+                result["page_mean"] = framework.numpy(page_mean)
+            else:
+                assert mean is not None, "values need their calibrated mean"
+                words, scale = value_pages()(*arguments, framework.bfloat16(mean, device))
+                codes = framework.compiled(packing.unpack_value_codes)(words)  # [P, K, 64, D]
+            result["words"] = framework.numpy(words)
+            result["scale"] = framework.numpy(scale).transpose(0, 2, 1).reshape(tokens, heads)
+            result["codes"] = framework.numpy(codes).transpose(0, 2, 1, 3).reshape(rows.shape)
+        return result
+
+    return run
+
+
+def _reference(name: str, framework: Framework) -> Implementation:
+    def function(attribute: str) -> Callable[[], Any]:
+        return lambda: framework.compiled(getattr(framework.module("quantize"), attribute))
+
+    run = package_pages(framework, function("quantize_key_pages"), function("quantize_value_pages"))
+    return Implementation(name, framework, DEVICES, run)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("oracle", None, ("cpu",), _oracle_pages),
+        _reference("xla", FRAMEWORKS["jax"]),
+        _reference("torch", FRAMEWORKS["torch"]),
+    )
+}
+
+
+class PackageCache:
+    """One layer's cache of either package, with NumPy on the outside and bf16 as bits."""
+
+    def __init__(
+        self,
+        framework: Framework,
+        rotation: Mapping[str, np.ndarray],
+        batch: int,
+        max_length: int,
+        device: str = "cpu",
+        query_heads: int | None = None,
+        heads: int | None = None,
+        **settings: Any,
+    ):
+        heads = heads or len(rotation["key_transform"])
+        self.framework, self.device = framework, device
+        self.config = framework.module("config").CacheConfig(
+            num_key_value_heads=heads,
+            num_query_heads=query_heads or heads,
+            head_dim=rotation["key_transform"].shape[-1],
+            **{name: settings.pop(name) for name in ("sink_tokens", "recent_tokens") if name in settings},
+        )
+        self.module = framework.module("cache")
+        with framework.device_context(device):
+            self.rotation = framework.layer_rotation(rotation, device)
+            self.cache = self.module.allocate_layer_cache(self.config, batch, max_length, **settings)
+
+    def append(self, key: np.ndarray, value: np.ndarray, new_lengths: Any) -> "PackageCache":
+        """Appends rows [B, T, K, D] (bf16 bits), of which new_lengths [B] count; returns itself."""
+        with self.framework.device_context(self.device):
+            run = self.framework.compiled(self.module.append_rows)
+            self.cache = run(
+                self.cache,
+                self.rotation,
+                self.framework.bfloat16(key, self.device),
+                self.framework.bfloat16(value, self.device),
+                self.framework.array(np.asarray(new_lengths, dtype=np.int32), self.device),
+            )
+        return self
+
+    def field(self, name: str) -> np.ndarray:
+        """One array of the cache; bf16 as bits."""
+        return self.framework.numpy(getattr(self.cache, name))
+
+    def sequence(self, index: int) -> oracle.SequenceBytes:
+        """What is stored for one sequence, collected through the page tables, in token order."""
+        config, length = self.config, int(self.field("lengths")[index])
+        pages = oracle.history_pages(length, config.sink_tokens, config.recent_tokens)
+        table = self.field("page_table")[index][:pages]
+        window = self.field("window_table")[index]
+        end = config.sink_tokens + 64 * pages
+
+        def raw(name: str, start: int, stop: int) -> np.ndarray:
+            pool, rows = self.field(name), []  # [P', K, 64, D]
+            for page in range(start // 64, -(-stop // 64)):
+                recent = page - config.sink_pages
+                slot = page if recent < 0 else config.sink_pages + recent % config.recent_slots
+                rows.append(pool[window[slot]].transpose(1, 0, 2))
+            empty = np.empty((0, config.num_key_value_heads, config.head_dim), dtype=np.uint16)
+            return np.concatenate([empty, *rows])[: max(0, stop - start)]
+
+        sink = min(length, config.sink_tokens)
+        return oracle.SequenceBytes(
+            **{name: self.field(name)[table] for name in PAGE_FIELDS},
+            sink_key=raw("window_key", 0, sink),
+            sink_value=raw("window_value", 0, sink),
+            recent_key=raw("window_key", end, length),
+            recent_value=raw("window_value", end, length),
+        )
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Reconstructed key and value rows of one sequence, float32 [L, K, D]."""
+        with self.framework.device_context(self.device):
+            key, value = self.module.read_layer_cache(self.cache, self.rotation, index)
+        return self.framework.numpy(key), self.framework.numpy(value)
+
+
+PAGE_FIELDS = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean")
