@@ -1,0 +1,406 @@
+"""One layer's paged mixed-precision cache; functions change the cache they get and return it.
+
+Tokens 0 .. 63 (sink) and the last 256 .. 319 (recent) stay BF16; the pages between are INT2. Which tokens
+are quantized depends on the length of a sequence alone, so writing the same rows in one go, in chunks or one
+by one gives the same bytes. Page tables map a sequence's pages to physical pages, so that sequences of
+different lengths share one pool; physical page 0 of both pools is reserved and never written, so that table
+entries of padding rows can point there.
+
+`DenseCache` is the BF16 cache beside it: the baseline, and the ring of layers with a short sliding window.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cache_format as fmt
+from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
+from .quantize import (
+    dequantize_key_pages,
+    dequantize_value_pages,
+    quantize_key_pages,
+    quantize_value_pages,
+    round_to_bfloat16,
+)
+
+PAGE = fmt.PAGE_TOKENS
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """INT2 pages, BF16 window pages, and the tables that say which sequence owns them.
+
+    P INT2 pages, P' window pages, B sequences. `page_table[b, i]` is the physical page of history page i
+    (tokens sink + 64 i ...). Window slots of a sequence: first the sink pages, then a ring of recent pages:
+    token page p >= sink_pages + history_pages lies in slot sink_pages + (p - sink_pages) % recent_slots.
+    `history_pages[b]` counts the INT2 pages of sequence b; it is `config.history_pages(length)`, or more
+    where a sequence borrowed a prefix or was cut inside its history.
+    """
+
+    key_codes: Tensor  # int32 [P, K, 64, D/16]
+    value_codes: Tensor  # int32 [P, K, D, 4]
+    key_scale: Tensor  # bf16 [P, K, 64]
+    value_scale: Tensor  # bf16 [P, K, 64]
+    key_page_mean: Tensor  # bf16 [P, K, D]
+    window_key: Tensor  # bf16 [P', K, 64, D]
+    window_value: Tensor  # bf16 [P', K, 64, D]
+    page_table: Tensor  # int32 [B, max_pages]
+    window_table: Tensor  # int32 [B, window_slots]
+    lengths: Tensor  # int32 [B]
+    history_pages: Tensor  # int32 [B]
+    config: CacheConfig
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.page_table.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence's tables can hold."""
+        return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
+
+
+@dataclasses.dataclass
+class DenseCache:
+    """BF16 keys and values of one layer; a ring if shorter than the sequence: token t in slot t % S."""
+
+    key: Tensor  # bf16 [B, S, K, D]
+    value: Tensor  # bf16 [B, S, K, D]
+    lengths: Tensor  # int32 [B]
+    window: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.key.shape[0]
+
+
+def num_history_pages(length: int, config: CacheConfig) -> int:
+    """INT2 pages of a sequence of `length` tokens."""
+    return config.history_pages(length)
+
+
+def allocate_layer_cache(
+    config: CacheConfig,
+    batch: int,
+    max_length: int,
+    num_pages: int | None = None,
+    num_window_pages: int | None = None,
+    device: torch.device | str | None = None,
+) -> LayerCache:
+    """An empty cache for `batch` sequences of up to `max_length` tokens each.
+
+    By default every sequence owns its pages (tables are filled in order). With `num_pages` or
+    `num_window_pages` the pools have that many physical pages (page 0 included) and the tables are all 0:
+    an allocator fills them. Raises ConfigError.
+    """
+    if batch < 1 or max_length < 1:
+        raise ConfigError(f"batch = {batch}, max_length = {max_length}: both must be at least 1")
+    max_pages = max(1, config.history_pages(max_length))
+    slots = config.window_slots
+    owned = num_pages is None and num_window_pages is None
+    pages = num_pages if num_pages is not None else 1 + batch * max_pages
+    window_pages = num_window_pages if num_window_pages is not None else 1 + batch * slots
+    if pages < 1 or window_pages < 1:
+        raise ConfigError(f"num_pages = {pages}, num_window_pages = {window_pages}: page 0 is always there")
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    shapes = {
+        **fmt.int2_array_shapes(pages, heads, head_dim),
+        **fmt.window_array_shapes(window_pages, heads, head_dim),
+    }
+    dtypes = {**fmt.INT2_ARRAYS, **fmt.WINDOW_ARRAYS}
+    arrays = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtypes[name]), device=device)
+        for name, shape in shapes.items()
+    }
+
+    def table(columns: int) -> Tensor:
+        entries = 1 + torch.arange(batch * columns, dtype=torch.int32, device=device)
+        return entries.reshape(batch, columns) * int(owned)
+
+    return LayerCache(
+        **arrays,
+        page_table=table(max_pages),
+        window_table=table(slots),
+        lengths=torch.zeros(batch, dtype=torch.int32, device=device),
+        history_pages=torch.zeros(batch, dtype=torch.int32, device=device),
+        config=config,
+    )
+
+
+def allocate_dense_cache(
+    config: CacheConfig,
+    batch: int,
+    max_length: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> DenseCache:
+    """An empty BF16 cache; with `window`, a ring just long enough for a sliding window of that length."""
+    if batch < 1 or max_length < 1 or (window is not None and window < 1):
+        raise ConfigError(f"batch = {batch}, max_length = {max_length}, window = {window}: all must be >= 1")
+    slots = max_length if window is None else min(max_length, -(-window // PAGE) * PAGE)
+    shape = (batch, slots, config.num_key_value_heads, config.head_dim)
+    rows = torch.zeros(shape, dtype=dtype, device=device)
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    return DenseCache(key=rows, value=torch.zeros_like(rows), lengths=lengths, window=window)
+
+
+class NewPages(NamedTuple):
+    """The pages a chunk of rows completes, ready to be quantized."""
+
+    key: Tensor  # bf16 [M, 64, K, D]
+    value: Tensor  # bf16 [M, 64, K, D]
+    destination: Tensor  # int64 [M] physical pages
+
+
+def append_rows(
+    cache: LayerCache | DenseCache,
+    rotation: Any,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    quantize: Any = None,
+) -> Any:
+    """Appends rows to every sequence and quantizes the recent pages that become history.
+
+    key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. `quantize(key_pages, value_pages,
+    rotation)` may replace the reference quantizer. Raises CacheFullError, with nothing changed, when a
+    sequence would outgrow its tables.
+    """
+    check_rows(cache, key, value, new_lengths)
+    check_capacity(cache, new_lengths)
+    if isinstance(cache, DenseCache):
+        return _append_dense(cache, key, value, new_lengths)
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    new_lengths = new_lengths.clamp(0, key.shape[1])
+    pages, history = _pages_to_quantize(cache, key, value, new_lengths)
+    if pages.destination.numel():
+        for name, new in (quantize or quantize_page_pair)(pages.key, pages.value, rotation).items():
+            getattr(cache, name)[pages.destination] = new
+    _write_window(cache, key, value, new_lengths, history)
+    cache.lengths += new_lengths
+    cache.history_pages.copy_(history)
+    return cache
+
+
+def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: Any) -> dict[str, Tensor]:
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    key_codes, key_scale, key_page_mean = quantize_key_pages(
+        key_pages, rotation.key_transform, rotation.key_multiplier
+    )
+    value_codes, value_scale = quantize_value_pages(
+        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+    )
+    return {
+        "key_codes": key_codes,
+        "value_codes": value_codes,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "key_page_mean": key_page_mean,
+    }
+
+
+def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed."""
+    config = cache.config
+    length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
+    table = cache.page_table[sequence, :history]
+    key_history = dequantize_key_pages(
+        cache.key_codes[table], cache.key_scale[table], cache.key_page_mean[table], rotation.query_transform
+    )
+    value_history = dequantize_value_pages(
+        cache.value_codes[table], cache.value_scale[table], rotation.value_mean, rotation.output_transform
+    )
+
+    def joined(window: Tensor, history_pages: Tensor) -> Tensor:
+        rows = window[cache.window_table[sequence]].transpose(1, 2).float()  # [slots, 64, K, D]
+        sink = rows[: config.sink_pages]
+        first = config.sink_pages + history
+        recent = rows[[recent_slot(first + i, config) for i in range(config.recent_slots)]]
+        return torch.cat([sink, history_pages, recent]).flatten(0, 1)[:length]
+
+    return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
+
+
+def recent_slot(page: Any, config: CacheConfig) -> Any:
+    """Window slot of token page `page` (past the sink), an int or an int array."""
+    return config.sink_pages + (page - config.sink_pages) % config.recent_slots
+
+
+def window_pages_used(length: int, history_pages: int, config: CacheConfig) -> int:
+    """BF16 pages that hold tokens of a sequence."""
+    pages = -(-length // PAGE)
+    return pages - history_pages
+
+
+def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
+    """Exact bytes of the tokens stored now, against the same tokens in BF16.
+
+    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows), allocated (bytes of all
+    arrays), int2_pages, window_pages and tokens. Sequences that share a page count it once.
+    """
+    lengths = cache.lengths.tolist()
+    tokens = sum(lengths)
+    if isinstance(cache, DenseCache):
+        elements = 2 * cache.key.shape[2] * cache.key.shape[3]
+        stored = sum(min(n, cache.key.shape[1]) for n in lengths) * elements * cache.key.element_size()
+        return {
+            "int2": 0,
+            "window": stored,
+            "total": stored,
+            "bfloat16": tokens * elements * 2,
+            "allocated": cache.key.nbytes + cache.value.nbytes,
+            "int2_pages": 0,
+            "window_pages": 0,
+            "tokens": tokens,
+        }
+    config = cache.config
+    page_table, window_table = cache.page_table.tolist(), cache.window_table.tolist()
+    int2_pages: set[int] = set()
+    window_pages: set[int] = set()
+    for b, (length, pages) in enumerate(zip(lengths, cache.history_pages.tolist())):
+        int2_pages.update(page_table[b][:pages])
+        for page in range(-(-length // PAGE)):
+            if page < config.sink_pages:
+                window_pages.add(window_table[b][page])
+            elif page >= config.sink_pages + pages:
+                window_pages.add(window_table[b][recent_slot(page, config)])
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    int2 = len(int2_pages) * heads * fmt.int2_page_bytes(head_dim)
+    window = len(window_pages) * heads * fmt.window_page_bytes(head_dim)
+    return {
+        "int2": int2,
+        "window": window,
+        "total": int2 + window,
+        "bfloat16": tokens * heads * head_dim * 4,
+        "allocated": sum(getattr(cache, name).nbytes for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)),
+        "int2_pages": len(int2_pages),
+        "window_pages": len(window_pages),
+        "tokens": tokens,
+    }
+
+
+def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
+    """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
+    if isinstance(cache, DenseCache):
+        heads, head_dim = cache.key.shape[2:]
+    else:
+        heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
+    for name, rows in (("key", key), ("value", value)):
+        shape = tuple(rows.shape)
+        if rows.ndim != 4 or shape[0] != cache.batch or shape[2:] != (heads, head_dim):
+            raise ShapeError(f"{name} rows {shape}, expected [{cache.batch}, T, {heads}, {head_dim}]")
+        if not rows.is_floating_point():
+            raise DTypeError(f"{name} rows are {rows.dtype}, expected bfloat16 (or a float to be rounded)")
+    if key.shape != value.shape or key.shape[1] < 1:
+        raise ShapeError(
+            f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
+        )
+    if tuple(new_lengths.shape) != (cache.batch,):
+        raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
+
+
+def check_capacity(cache: LayerCache | DenseCache, new_lengths: Tensor) -> None:
+    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
+    new = new_lengths.tolist()
+    after = [a + b for a, b in zip(cache.lengths.tolist(), new)]
+    if min(new) < 0:
+        raise ConfigError(f"new_lengths {new}: must not be negative")
+    if isinstance(cache, DenseCache):
+        limit = cache.key.shape[1] if cache.window is None else torch.iinfo(torch.int32).max
+    else:
+        limit = cache.capacity
+    for b, length in enumerate(after):
+        if length > limit:
+            raise CacheFullError(f"sequence {b} would have {length} tokens, its cache holds {limit}")
+    if isinstance(cache, LayerCache):
+        _check_tables(cache, after, new)
+
+
+def _check_tables(cache: LayerCache, after: list[int], new_lengths: list[int]) -> None:
+    """Every page that the sequences need after the append must be a physical page other than 0."""
+    config = cache.config
+    tables = {}
+    for name, table, pages in (
+        ("page_table", cache.page_table, cache.key_codes.shape[0]),
+        ("window_table", cache.window_table, cache.window_key.shape[0]),
+    ):
+        tables[name] = table.tolist()
+        bad = [page for row in tables[name] for page in row if not 0 <= page < pages]
+        if bad:
+            raise OscarError(f"{name} names page {bad[0]}, the pool has pages 0..{pages - 1}")
+    for b, (length, before) in enumerate(zip(after, cache.history_pages.tolist())):
+        if new_lengths[b] == 0:
+            continue
+        history = max(before, config.history_pages(length))
+        if 0 in tables["page_table"][b][:history]:
+            raise CacheFullError(f"sequence {b} needs {history} INT2 pages, its table names fewer")
+        first = config.sink_pages + history
+        last = (length - 1) // PAGE
+        needed = list(range(min(config.sink_pages, last + 1)))
+        needed += [recent_slot(p, config) for p in range(first, last + 1)]
+        if any(tables["window_table"][b][slot] == 0 for slot in needed):
+            raise CacheFullError(f"sequence {b} needs {len(needed)} window pages, its table names fewer")
+
+
+def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> DenseCache:
+    slots, tokens = cache.key.shape[1], key.shape[1]
+    step = torch.arange(tokens, device=key.device)
+    # A chunk longer than the ring overwrites itself: only its last S rows are written.
+    keep = (step < new_lengths[:, None]) & (step >= new_lengths[:, None] - slots)
+    sequence, index = keep.nonzero(as_tuple=True)
+    slot = (cache.lengths[sequence] + index) % slots
+    for store, rows in ((cache.key, key), (cache.value, value)):
+        store[sequence, slot] = rows[sequence, index].to(store.dtype)
+    cache.lengths += new_lengths.clamp(0, tokens)
+    return cache
+
+
+def _pages_to_quantize(
+    cache: LayerCache, key: Tensor, value: Tensor, new_lengths: Tensor
+) -> tuple[NewPages, Tensor]:
+    """Collects the rows of the pages that leave the recent part: from the window, then from the chunk."""
+    config = cache.config
+    length, before = cache.lengths, cache.history_pages
+    formula = (length + new_lengths - config.sink_tokens - config.recent_tokens) // PAGE
+    after = torch.maximum(before, formula.clamp(min=0))
+    # At most 63 tokens wait beyond the recent window, so T more complete at most ceil(T / 64) pages. More
+    # recent tokens than that can only stem from a cut inside the history, where fewer pages are due.
+    count = -(-key.shape[1] // PAGE)
+    due = torch.arange(count, device=key.device) < (after - before)[:, None]
+    sequence, index = due.nonzero(as_tuple=True)
+    page = config.sink_pages + before[sequence] + index  # [M] token pages
+    source = cache.window_table[sequence, recent_slot(page, config)]
+    token = page[:, None] * PAGE + torch.arange(PAGE, device=key.device)  # [M, 64]
+    step = (token - length[sequence, None]).clamp(0, key.shape[1] - 1)
+    is_new = (token >= length[sequence, None])[..., None, None]
+
+    def gathered(window: Tensor, rows: Tensor) -> Tensor:
+        return torch.where(is_new, rows[sequence[:, None], step], window[source].transpose(1, 2))
+
+    destination = cache.page_table[sequence, before[sequence] + index].long()
+    pages = NewPages(gathered(cache.window_key, key), gathered(cache.window_value, value), destination)
+    return pages, after
+
+
+def _write_window(
+    cache: LayerCache, key: Tensor, value: Tensor, new_lengths: Tensor, history: Tensor
+) -> None:
+    """Writes the rows of the chunk that stay BF16: sink tokens and tokens past the new history."""
+    config = cache.config
+    step = torch.arange(key.shape[1], device=key.device)
+    token = cache.lengths[:, None] + step  # [B, T]
+    page = token // PAGE
+    in_sink = page < config.sink_pages
+    stays = in_sink | (page >= config.sink_pages + history[:, None])
+    slot = torch.where(in_sink, page, recent_slot(page, config))
+    physical = cache.window_table.gather(1, slot.long())
+    sequence, index = (stays & (step < new_lengths[:, None])).nonzero(as_tuple=True)
+    target, row = physical[sequence, index], token[sequence, index] % PAGE
+    cache.window_key[target, :, row] = key[sequence, index]
+    cache.window_value[target, :, row] = value[sequence, index]

@@ -1,0 +1,188 @@
+"""The exact integer row quantizer: bf16 rows -> 2-bit codes and one scale per row; pages of 64 rows.
+
+A page is a pure function of its rows and of the rotation set, defined in integers, so that every
+implementation on every device writes the same bytes. The arithmetic is documented step by step in
+`docs/int2-format.md`; the step numbers below are the ones of its section 2.
+
+Why it is exact: a row and a transform are 15-bit integers, split into two signed 8-bit limbs. Every sum of
+limb products stays below 2**24, so a float32 matrix unit (TF32 and bf16 included) computes it without
+rounding, in any order. Nothing divides floats, and no float product feeds an addition unless it is exact.
+"""
+
+import torch
+from torch import Tensor
+
+from . import cache_format as fmt
+from .config import DTypeError, ShapeError
+from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
+
+_CLAMP = 2.0**fmt.MAX_EXPONENT
+
+
+def round_to_bfloat16(rows: Tensor) -> Tensor:
+    """Rounds to the nearest bfloat16, ties to even; bfloat16 passes through unchanged."""
+    return rows if rows.dtype == torch.bfloat16 else rows.float().bfloat16()
+
+
+def page_key_mean(rows: Tensor) -> Tensor:
+    """Mean key of a page (step 2). rows bf16 [..., 64, K, D] -> bf16 [..., K, D].
+
+    Non-finite rows count as zeros. Raises ShapeError unless the page has 64 rows.
+    """
+    if rows.ndim < 3 or rows.shape[-3] != fmt.PAGE_TOKENS:
+        raise ShapeError(
+            f"a page has {fmt.PAGE_TOKENS} rows: rows {tuple(rows.shape)}, expected [..., 64, K, D]"
+        )
+    return _page_key_mean(_clean(rows))
+
+
+def quantize_rows(rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Centers, rotates, scales and codes rows (steps 1-9).
+
+    rows bf16 [..., K, D]; transform int16 [K or 1, D, D] in units of 2**-14; multiplier int32 [K or 1] in
+    units of 1/256; mean bf16 [..., K or 1, D], subtracted first. Returns codes uint8 [..., K, D] in 0..3 and
+    scale bf16 [..., K]. Raises ShapeError or DTypeError before any work.
+    """
+    check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
+    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+
+
+def quantize_key_pages(rows: Tensor, transform: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes whole pages of keys, centered by their own mean.
+
+    rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
+    """
+    check_pages(rows, transform, multiplier)
+    x = _clean(rows)
+    mean = _page_key_mean(x)
+    codes, scale = _code_rows(x - mean.float()[:, None], transform, multiplier)
+    return pack_key_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous(), mean
+
+
+def quantize_value_pages(
+    rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
+
+    rows bf16 [P, 64, K, D], mean bf16 [K or 1, D] -> words int32 [P, K, D, 4], scale bf16 [P, K, 64].
+    """
+    check_pages(rows, transform, multiplier)
+    if mean.shape != (transform.shape[0], rows.shape[-1]):
+        raise ShapeError(f"value mean {tuple(mean.shape)}, expected {(transform.shape[0], rows.shape[-1])}")
+    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    return pack_value_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous()
+
+
+def dequantize_key_pages(words: Tensor, scale: Tensor, page_mean: Tensor, query_transform: Tensor) -> Tensor:
+    """Reconstructs keys: mean + ((code - 1.5) * scale) @ inverse(T_K), with inverse(T_K) = query_transform^T.
+
+    words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D], query_transform float32
+    [K or 1, D, D] -> float32 [P, 64, K, D].
+    """
+    y = _grid(unpack_key_codes(words), scale)
+    return (page_mean.float()[:, :, None] + y @ query_transform.transpose(-1, -2)).transpose(1, 2)
+
+
+def dequantize_value_pages(
+    words: Tensor, scale: Tensor, value_mean: Tensor, output_transform: Tensor
+) -> Tensor:
+    """Reconstructs values: value_mean + ((code - 1.5) * scale) @ output_transform.
+
+    words int32 [P, K, D, 4], scale bf16 [P, K, 64], value_mean bf16 [K or 1, D], output_transform float32
+    [K or 1, D, D] -> float32 [P, 64, K, D].
+    """
+    y = _grid(unpack_value_codes(words), scale)
+    return (value_mean.float()[:, None] + y @ output_transform).transpose(1, 2)
+
+
+def check_transform(key_value_heads: int, head_dim: int, transform: Tensor, multiplier: Tensor) -> None:
+    """Raises ShapeError or DTypeError unless transform and multiplier fit rows of [..., K, D]."""
+    shape = tuple(transform.shape)
+    if transform.ndim != 3 or shape[1:] != (head_dim, head_dim):
+        raise ShapeError(f"transform {shape}, expected [K or 1, {head_dim}, {head_dim}]")
+    if shape[0] not in (1, key_value_heads):
+        raise ShapeError(f"transform has {shape[0]} heads, expected 1 or {key_value_heads}")
+    if transform.dtype != torch.int16:
+        raise DTypeError(f"transform is {transform.dtype}, expected int16 (units of 2**-14)")
+    if tuple(multiplier.shape) != (shape[0],):
+        raise ShapeError(f"multiplier {tuple(multiplier.shape)}, expected ({shape[0]},)")
+    if multiplier.dtype != torch.int32:
+        raise DTypeError(f"multiplier is {multiplier.dtype}, expected int32 (units of 1/256)")
+    if head_dim % fmt.HEAD_DIM_MULTIPLE or not 0 < head_dim <= fmt.MAX_HEAD_DIM:
+        raise ShapeError(f"head_dim {head_dim}, expected a multiple of 16 up to {fmt.MAX_HEAD_DIM}")
+
+
+def check_pages(rows: Tensor, transform: Tensor, multiplier: Tensor) -> None:
+    """Raises ShapeError or DTypeError unless rows are [P, 64, K, D] and the transform fits them."""
+    if rows.ndim != 4 or rows.shape[1] != fmt.PAGE_TOKENS:
+        raise ShapeError(f"rows {tuple(rows.shape)}, expected [P, {fmt.PAGE_TOKENS}, K, D]")
+    check_transform(rows.shape[2], rows.shape[3], transform, multiplier)
+
+
+def _clean(rows: Tensor) -> Tensor:
+    """Step 1: float32 rows with non-finite entries 0 and magnitudes at most 2**64."""
+    x = round_to_bfloat16(rows).float()
+    return torch.where(torch.isfinite(x), x.clamp(-_CLAMP, _CLAMP), 0.0)
+
+
+def _exponent(magnitude: Tensor) -> Tensor:
+    """floor(log2) of a non-negative float32, read from its exponent bits."""
+    return (magnitude.view(torch.int32) >> 23) - 127
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as float32, built from its bits; exponent in -126..127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _page_key_mean(x: Tensor) -> Tensor:
+    """Step 2 on cleaned rows [..., 64, K, D] -> bf16 [..., K, D]."""
+    exponent = _exponent(x.abs().amax(dim=(-3, -1)))  # [..., K]
+    empty = exponent < fmt.MIN_EXPONENT
+    exponent = torch.where(empty, 0, exponent)
+    up = _power_of_two(fmt.MEAN_BITS - exponent)[..., None, :, None]
+    total = torch.floor(x * up + 0.5).int().sum(dim=-3, dtype=torch.int32)  # [..., K, D], |total| <= 2**27
+    down = _power_of_two(exponent - fmt.MEAN_BITS - fmt.PAGE_TOKENS_LOG2)[..., None]
+    return round_to_bfloat16(torch.where(empty[..., None], 0.0, total.float() * down))
+
+
+def _limbs(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Step 5: v = 256 * hi + lo with lo in -128..127."""
+    hi = (v + 128) >> fmt.LIMB_BITS
+    return hi, v - (hi << fmt.LIMB_BITS)
+
+
+def _code_rows(z: Tensor, transform: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps 3-9 on centered rows z float32 [..., K, D]."""
+    head_dim = z.shape[-1]
+    exponent = _exponent(z.abs().amax(dim=-1))  # [..., K]
+    empty = exponent < fmt.MIN_EXPONENT
+    exponent = torch.where(empty, 0, exponent)
+    fixed = torch.floor(z * _power_of_two(fmt.ROW_BITS - exponent)[..., None] + 0.5).int()
+    fixed = torch.where(empty[..., None], 0, fixed)
+
+    # Step 6. One product of the stacked limbs: rows [hi; lo] times columns [Thi | Tlo].
+    rows = torch.stack(_limbs(fixed)).float()
+    columns = torch.cat(_limbs(transform.int()), dim=-1).float()
+    products = _matmul_rows(rows, columns).int()
+    (hi_hi, lo_hi), (hi_lo, lo_lo) = products.split(head_dim, dim=-1)
+    y = (hi_hi << fmt.LIMB_BITS) + (hi_lo + lo_hi) + (lo_lo >> fmt.LIMB_BITS)
+
+    mean_abs = (y.abs() >> fmt.ABS_SHIFT).sum(dim=-1, dtype=torch.int32) // head_dim
+    s = (mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT
+    bound = s[..., None]
+    codes = (y >= -bound).to(torch.uint8) + (y >= 0).to(torch.uint8) + (y >= bound).to(torch.uint8)
+    scale = s.float() * _power_of_two(exponent - fmt.SCALE_BITS)
+    return codes, round_to_bfloat16(scale)
+
+
+def _matmul_rows(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [..., K, D] @ columns [K or 1, D, E] -> [..., K, E]."""
+    if columns.shape[0] == 1:
+        return rows @ columns[0]
+    return torch.einsum("...kd,kde->...ke", rows, columns)
+
+
+def _grid(codes: Tensor, scale: Tensor) -> Tensor:
+    """Grid values (code - 1.5) * scale, float32; codes [P, K, 64, D], scale [P, K, 64]."""
+    return (codes.float() - 1.5) * scale.float()[..., None]
