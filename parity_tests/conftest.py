@@ -3,13 +3,19 @@
 No framework is imported to find out: the driver is asked through `nvidia-smi`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import pytest
+
+from parity_tests.implementations import IMPLEMENTATIONS, Implementation
 
 # Several frameworks and test processes share the device and the processor.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -38,6 +44,48 @@ def reason_to_skip(marker: str) -> str | None:
     if marker == "hf":
         return None if importlib.util.find_spec("transformers") else "transformers is not installed"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Voice:
+    """An implementation on a device, as a test meets it."""
+
+    implementation: Implementation
+    device: str
+
+    @property
+    def slow(self) -> bool:
+        return self.implementation.slow
+
+    def quantize_pages(self, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The output arrays for one set of vectors; skips the test where the head_dim is not supported."""
+        head_dim = vectors["rows"].shape[-1]
+        if not self.implementation.supports(head_dim):
+            pytest.skip(f"{self.implementation.name} does not support head_dim {head_dim}")
+        arrays = [vectors.get(name) for name in ("rows", "transform", "multiplier", "mean")]
+        return self.implementation.quantize_pages(str(vectors["role"]), *arrays, device=self.device)  # type: ignore
+
+
+def _voices() -> list[Any]:
+    return [
+        pytest.param(
+            Voice(implementation, device),
+            id=name if implementation.devices == (device,) else f"{name}-{device}",
+            marks=[pytest.mark.gpu] if device == "gpu" else [],
+        )
+        for name, implementation in IMPLEMENTATIONS.items()
+        if name != "oracle"
+        for device in implementation.devices
+    ]
+
+
+@pytest.fixture(params=_voices(), scope="module")
+def voice(request: pytest.FixtureRequest) -> Voice:
+    """Every implementation on every device it knows; skipped with the reason where it cannot run."""
+    reason = request.param.implementation.why_not(request.param.device)
+    if reason:
+        pytest.skip(reason)
+    return request.param
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -189,13 +189,23 @@ QuantizePages = Callable[..., dict[str, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute pages; `run` and `reason` take the device last, framework is None for NumPy."""
+    """One way to compute pages; `run` and `reason` take the device last, framework is None for NumPy.
+
+    `head_dims` are those it supports (None: all). `slow` ones, such as interpreted kernels, face the shared
+    tests on small inputs only.
+    """
 
     name: str
     framework: Framework | None
     devices: tuple[str, ...]
     run: QuantizePages
     reason: Callable[[str], str | None] = lambda device: None
+    head_dims: tuple[int, ...] | None = None
+    slow: bool = False
+
+    def supports(self, head_dim: int) -> bool:
+        """Whether rows of `head_dim` channels can be asked for."""
+        return self.head_dims is None or head_dim in self.head_dims
 
     def why_not(self, device: str = "cpu") -> str | None:
         """None when this implementation can run on `device` here, otherwise the reason in one line."""

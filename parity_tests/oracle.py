@@ -137,7 +137,7 @@ def _unpack(words: np.ndarray) -> np.ndarray:
 
 
 def pack_pages(role: str, codes: np.ndarray) -> np.ndarray:
-    """Words of codes [P, 64, K, D]: keys [P, K, 64, D/16] along channels, values [P, K, D, 4] along tokens."""
+    """Words of codes [P, 64, K, D]: keys [P, K, 64, D/16] by channel, values [P, K, D, 4] by token."""
     order = (0, 2, 1, 3) if role == "key" else (0, 2, 3, 1)
     return _pack(np.ascontiguousarray(codes.transpose(order)))
 
