@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Makes .venv, installs the project with everything its tests need, checks style and types, runs the suite.
+# Usage: scripts/test.sh [pytest arguments]     OSCAR_PYTHON names the interpreter, if not found by itself.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if [ ! -x .venv/bin/python ]; then
+  python=$(bash scripts/find_python.sh)
+  echo "creating .venv with $python"
+  "$python" -m venv .venv
+fi
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/pyright
+
+# One worker per core; one thread each, so that the workers do not fight over the cores.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
+.venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -q "$@"
