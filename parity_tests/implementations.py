@@ -335,10 +335,13 @@ class PackageCache:
             self.rotation = framework.layer_rotation(rotation, device)
             self.cache = self.module.allocate_layer_cache(self.config, batch, max_length, **settings)
 
-    def append(self, key: np.ndarray, value: np.ndarray, new_lengths: Any) -> "PackageCache":
+    def append(
+        self, key: np.ndarray, value: np.ndarray, new_lengths: Any, compiled: bool = True
+    ) -> "PackageCache":
         """Appends rows [B, T, K, D] (bf16 bits), of which new_lengths [B] count; returns itself."""
         with self.framework.device_context(self.device):
-            run = self.framework.compiled(self.module.append_rows)
+            run = self.module.append_rows
+            run = self.framework.compiled(run) if compiled else run
             self.cache = run(
                 self.cache,
                 self.rotation,
@@ -346,6 +349,12 @@ class PackageCache:
                 self.framework.bfloat16(value, self.device),
                 self.framework.array(np.asarray(new_lengths, dtype=np.int32), self.device),
             )
+        return self
+
+    def set_fields(self, **fields: np.ndarray) -> "PackageCache":
+        """Replaces int32 fields such as the page tables; returns itself."""
+        arrays = {name: self.framework.array(field, self.device) for name, field in fields.items()}
+        self.cache = dataclasses.replace(self.cache, **arrays)
         return self
 
     def field(self, name: str) -> np.ndarray:

@@ -195,8 +195,11 @@ def mixed_rows(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 
 
 def fixed_point(matrix: np.ndarray) -> np.ndarray:
-    """The int16 form of a float transform whose columns have norm <= 1."""
-    return np.round(matrix * 2.0**14).astype(np.int16)
+    """The int16 form of a float transform; a column that rounding lifts above norm 1 is truncated instead."""
+    scaled = matrix * 2.0**14
+    rounded = np.round(scaled)
+    too_long = (rounded**2).sum(axis=-2, keepdims=True) > 2.0**28
+    return np.where(too_long, np.trunc(scaled), rounded).astype(np.int16)
 
 
 def identity_transform(rng: np.random.Generator, heads: int, head_dim: int) -> np.ndarray:
