@@ -142,10 +142,15 @@ def validate_header(header: RotationHeader) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RotationSet:
-    """The rotations of a model: a header and one LayerRotation per layer id with attention."""
+    """The rotations of a model: a header and one LayerRotation per layer id with attention.
+
+    companions: by layer id, arrays kept beside the rotation under their own names, such as the float32 matrix
+    that an imported file held; the cache never reads them.
+    """
 
     header: RotationHeader
     layers: dict[int, LayerRotation]
+    companions: dict[int, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 def validate_layer(
@@ -214,6 +219,8 @@ def validate_rotation_set(rotation_set: RotationSet) -> None:
         raise CheckpointError(
             f"header: layers = {list(header.layers)}, but the arrays are of {sorted(rotation_set.layers)}"
         )
+    if unknown := sorted(set(rotation_set.companions) - set(header.layers)):
+        raise CheckpointError(f"layer {unknown[0]}: has companions but no rotation")
     for layer_id, layer in rotation_set.layers.items():
         validate_layer(
             layer,

@@ -132,13 +132,18 @@ def validate_header(header: RotationHeader) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RotationSet:
-    """The rotations of a model: a header and one LayerRotation per layer id with attention."""
+    """The rotations of a model: a header and one LayerRotation per layer id with attention.
+
+    companions: by layer id, arrays kept beside the rotation under their own names, such as the float32 matrix
+    that an imported file held; the cache never reads them.
+    """
 
     header: RotationHeader
     layers: dict[int, LayerRotation]
+    companions: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> "RotationSet":
-        """The same set with its tensors on `device`."""
+        """The same set with its rotations on `device`; companions stay where they are."""
         return RotationSet(
             self.header, {layer: rotation.to(device) for layer, rotation in self.layers.items()}
         )
@@ -211,6 +216,8 @@ def validate_rotation_set(rotation_set: RotationSet) -> None:
         raise CheckpointError(
             f"header: layers = {list(header.layers)}, but the arrays are of {sorted(rotation_set.layers)}"
         )
+    if unknown := sorted(set(rotation_set.companions) - set(header.layers)):
+        raise CheckpointError(f"layer {unknown[0]}: has companions but no rotation")
     for layer_id, layer in rotation_set.layers.items():
         validate_layer(
             layer,
