@@ -1,0 +1,791 @@
+"""One-token attention over INT2 pages for Hopper GPUs (Mosaic GPU): flash decoding with codes in registers.
+
+Every warp is its own flash decoder: it walks whole pages of 64 tokens through a private ring of shared-memory
+stages (`cp.async`), keeps an online softmax in registers, and never meets a block barrier inside the loop.
+The four warps of a block merge once, at the end; blocks write partial outputs and their log-sum-exp, and XLA
+merges them together with the inverse value rotation. One block per sequence and head reads the BF16 window
+pages (sink and recent) in the same launch.
+
+The two products of a page run on warp-level matrix instructions with the codes as left operand; see
+`fragments.py` for the mapping. Scores: the rotated query becomes a 15-bit fixed-point vector, split into two
+signed bytes, so that `u8 x s8 -> s32` sums are exact and the grid's offset of 1.5 is an integer that starts
+the sum. With at most 4 query heads per key/value head the two bytes fill the 8 columns of one product (column
+2h + limb); with more heads they are two products. Larger groups are split into tiles of 8 heads.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import cache_format as fmt
+from ..config import ShapeError
+from . import fragments as frag
+from .tuning import decode_splits, decode_stages
+
+PAGE = fmt.PAGE_TOKENS
+HEAD_DIMS = (64, 128, 256)
+WARPS = 4
+THREADS = 128
+
+_LOG2E = math.log2(math.e)
+_FIXED_MAX = 32000.0  # largest fixed-point query entry; its high byte stays inside -128..127
+_EMPTY = -1e30  # running maximum before the first page
+_TINY = 1e-30
+# The maximum is only moved when a score exceeds it by more than this (base 2), so that most pages skip the
+# rescaling; P then reaches 2**5, and with P * scale * 2**_P_SHIFT below 2**15 it still fits float16.
+_SLACK = 5.0
+_P_SHIFT = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """Everything that is fixed when the decode kernel is built."""
+
+    batch: int
+    heads: int  # key/value heads K
+    group: int  # query rows per key/value head
+    head_dim: int
+    table_pages: int  # columns of the page table
+    scale: float  # multiplies the scores
+    query_bfloat16: bool
+    splits: int  # blocks per sequence and head that share the INT2 pages
+    stages: int  # pages in flight per warp
+    sink_pages: int = 0
+    window_slots: int = 0  # 0: only INT2 pages
+
+    @property
+    def paired(self) -> bool:
+        """Whether both bytes of a query entry sit side by side in the columns of one product."""
+        return self.group <= 4
+
+    @property
+    def columns(self) -> int:
+        """Query rows per tile."""
+        return 4 if self.paired else 8
+
+    @property
+    def lane_heads(self) -> int:
+        """Query rows of which one lane holds scores: columns 2c and 2c + 1 of the product."""
+        return 1 if self.paired else 2
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.group // self.columns)
+
+    @property
+    def partials(self) -> int:
+        """Partial results per query row; partial 0 is the BF16 window where there is one."""
+        return self.splits + (self.window_slots > 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """One staged page: key codes | value codes | page mean | key scale | value scale."""
+        return fmt.int2_page_bytes(self.head_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        merge = 2 * WARPS * 8 * 4 + WARPS * self.columns * self.head_dim * 4
+        return max(WARPS * self.stages * self.stage_bytes, merge)
+
+
+def check_decode_shape(head_dim: int, group: int) -> None:
+    """Raises NotImplementedError unless the kernel serves this head_dim and group."""
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {head_dim}: the Mosaic decode kernel serves {HEAD_DIMS}")
+    if group < 1:
+        raise NotImplementedError(f"group = {group}: the Mosaic decode kernel needs at least one query head")
+
+
+# ------------------------------------------------------------------------------------------ kernel body
+
+
+def decode_body(m: Any, shape: DecodeShape, block: tuple, refs: dict) -> None:
+    """The kernel for one block. `m` is a register machine, `block` = (tile and head, partial, sequence)."""
+    head_tile, partial, sequence = block
+    head, tile = head_tile.udiv(shape.tiles), head_tile.umod(shape.tiles)
+    where = _Place(m, shape, refs, sequence, head, tile, partial)
+    if shape.window_slots:
+        m.when(partial.eq(0), lambda: _window(where))
+        m.when(partial.ne(0), lambda: _history(where, partial - 1))
+    else:
+        _history(where, partial)
+
+
+class _Place:
+    """Where a thread stands: its block's sequence, head and tile, and its lane's row g and column c."""
+
+    def __init__(self, m, shape, refs, sequence, head, tile, partial):
+        self.m, self.shape, self.refs = m, shape, refs
+        self.sequence, self.head, self.tile, self.partial = sequence, head, tile, partial
+        self.g, self.c = m.lane >> 2, m.lane & 3
+        self.sequence_head = sequence * shape.heads + head
+        self.low_limb = (self.g & 1).ne(0)  # in paired columns
+        column_head = self.g >> 1 if shape.paired else self.g
+        row = (tile * shape.columns + column_head).min(shape.group - 1)
+        self.query_row = self.sequence_head * shape.group + row
+        # Lanes whose column statistics belong to the heads of this lane's accumulators (columns 2c, 2c + 1).
+        self.stat_lanes = [self.c * 8 + 4 * e for e in range(shape.lane_heads)]
+
+    def per_head(self, x):
+        """Moves a statistic of this lane's query column to the lanes that hold that column's scores."""
+        return [self.m.shuffle(x, lane) for lane in self.stat_lanes]
+
+    def scalar(self, name, index):
+        return self.m.load_global(self.m.pointer(self.refs[name]).at(index, 4))[0]
+
+
+def _dense_query(at: _Place) -> list[list]:
+    """Right operands (bf16) of the unrotated query: one or two lists of 2 words per 16 channels.
+
+    A float32 query is split into two bf16 parts: in the odd columns when paired, else as a second operand.
+    """
+    m, shape = at.m, at.shape
+    words: list[list] = [[], []]
+    size = 2 if shape.query_bfloat16 else 4
+    base = m.pointer(at.refs["query"]).at(at.query_row, shape.head_dim * size).at(at.c, 8 * size)
+    for block in range(shape.head_dim // 32):
+        if shape.query_bfloat16:
+            high = m.load_global(base, 4, 64 * block)
+            low = [m.Int(0)] * 4
+        else:
+            x = [m.load_global(base, 4, 128 * block + 16 * i) for i in range(2)]
+            x = [w.as_float() for w in x[0] + x[1]]
+            high = [m.pack_bfloat16(x[2 * i], x[2 * i + 1]) for i in range(4)]
+            rest = []
+            for i, w in enumerate(high):
+                rest += [x[2 * i] - (w << 16).as_float(), x[2 * i + 1] - (w & 0xFFFF0000).as_float()]
+            low = [m.pack_bfloat16(rest[2 * i], rest[2 * i + 1]) for i in range(4)]
+        if shape.paired:
+            words[0] += [m.select(at.low_limb, b, a) for a, b in zip(high, low)]
+        else:
+            words[0] += high
+            words[1] += low
+    return words[:1] if shape.paired or shape.query_bfloat16 else words
+
+
+def _dense_scores(at: _Place, left: list, operands: list[list], first: int) -> list:
+    """Products of bf16 rows with the unrotated query: adds the k-steps of `left` (4 words each) from `first`."""
+    m = at.m
+    acc = [m.Float(0.0)] * 4
+    for operand in operands:
+        for step, a in enumerate(left):
+            b = operand[2 * (first + step) : 2 * (first + step) + 2]
+            acc = m.mma_f16(a, b, acc, bfloat16=True)
+    return acc
+
+
+def _lane_scores(at: _Place, acc: list, row: int) -> list:
+    """Scores of row g (row = 0) or g + 8 (row = 1) for this lane's heads, from one accumulator tile."""
+    pair = acc[2 * row : 2 * row + 2]
+    if not at.shape.paired:
+        return pair
+    return [pair[0] if at.shape.query_bfloat16 else pair[0] + pair[1]]
+
+
+def _rotated_query(at: _Place) -> tuple[list[list], list, list]:
+    """The rotated query as fixed-point right operands, the start of the integer sums, and their unit.
+
+    Returns operands (one list when paired, else high and low), per lane head the int32 -1.5 * sum(q'), and
+    the float32 largest |q'|, of which an integer step is 1 / _FIXED_MAX.
+    """
+    m, shape = at.m, at.shape
+    parts = shape.head_dim // 64
+    base = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64)
+    entries = []  # [j][p]: channel 64 j + 16 c + p
+    for j in range(parts):
+        words = [m.load_global(base, 4, 256 * j + 16 * i) for i in range(4)]
+        entries.append([w.as_float() for four in words for w in four])
+    top = functools.reduce(lambda a, b: a.max(b), [x.abs() for row in entries for x in row])
+    for distance in (1, 2):
+        top = top.max(m.shuffle_xor(top, distance))
+    top = top.max(_TINY)
+    steps = top.reciprocal() * _FIXED_MAX
+    total = m.Int(0)
+    operands: list[list] = [[], []]
+    for j in range(parts):
+        for register, weight in enumerate(frag.BYTE_WEIGHTS):
+            # Byte b of this register meets channel frag.byte_channel(j, c, register, b).
+            fixed = [(entries[j][register + 4 * b] * steps * (1 / weight)).round_to_int() for b in range(4)]
+            total = total + (fixed[0] + fixed[1] + fixed[2] + fixed[3]) * weight
+            high = [(v + 128).sar(8) for v in fixed]
+            low = [v - (h << 8) for v, h in zip(fixed, high)]
+            if shape.paired:
+                limb = [m.select(at.low_limb, b, a) for a, b in zip(high, low)]
+                operands[0].append(_pack_bytes(m, limb))
+            else:
+                operands[0].append(_pack_bytes(m, high))
+                operands[1].append(_pack_bytes(m, low))
+    for distance in (1, 2):
+        total = total + m.shuffle_xor(total, distance)
+    offset = [0 - (x * 3).sar(1) for x in at.per_head(total)]
+    return operands[: shape.lane_heads], offset, at.per_head(top)
+
+
+def _pack_bytes(m: Any, four: list) -> Any:
+    """The low bytes of four integers in one word."""
+    return m.gather_bytes(
+        m.gather_bytes(four[0], four[1], 0x0040), m.gather_bytes(four[2], four[3], 0x0040), 0x5410
+    )
+
+
+def _history(at: _Place, split: Any) -> None:
+    """Attention of this block's share of the INT2 pages."""
+    m, shape, refs = at.m, at.shape, at.refs
+    head_dim, parts, stages, stage = shape.head_dim, shape.head_dim // 64, shape.stages, shape.stage_bytes
+    heads = range(shape.lane_heads)
+    value_offset, mean_offset = 16 * head_dim, 32 * head_dim  # bytes inside a stage
+    key_scale_offset = mean_offset + 2 * head_dim
+
+    # ---- this warp's pages. A sequence may be cut inside its last page: tokens past its end do not count.
+    stored = (at.scalar("lengths", at.sequence) - shape.sink_pages * PAGE).max(0)
+    pages = at.scalar("history_pages", at.sequence).min((stored + (PAGE - 1)) >> 6)
+    worker, workers = split * WARPS + m.warp, WARPS * shape.splits
+    first, end = (worker * pages).udiv(workers), ((worker + 1) * pages).udiv(workers)
+
+    # ---- copies: 16 bytes per lane and instruction
+    ring = m.shared_base + m.warp * (stages * stage)
+    lane16 = m.lane * 16
+    table = m.pointer(refs["page_table"]).at(at.sequence * shape.table_pages, 4)
+    sources = {}
+    for name, size in (("key_codes", 16), ("value_codes", 16), ("key_page_mean", 2)):
+        sources[name] = m.pointer(refs[name]).at(at.head, size * head_dim)
+    for name in ("key_scale", "value_scale"):
+        sources[name] = m.pointer(refs[name]).at(at.head, 2 * PAGE)
+    code_stride, mean_stride, scale_stride = (shape.heads * x for x in (16 * head_dim, 2 * head_dim, 2 * PAGE))
+
+    def physical_page(index):
+        index = index.min(end - 1).max(0)
+        # Page 0 exists in every pool; an empty sequence's table may hold anything.
+        return m.select(pages.eq(0), m.Int(0), m.load_global(table.at(index, 4))[0])
+
+    key_slots = [  # where this lane's chunks of the key codes go
+        frag.key_chunk_address((m.lane + 32 * n).udiv(parts), (m.lane + 32 * n).umod(parts), parts)
+        for n in range(head_dim // 32)
+    ]
+    mean_chunks, scale_chunks = head_dim // 8, PAGE // 8
+
+    def fetch(slot, page):
+        keys = sources["key_codes"].at(page, code_stride).at(lane16)
+        values = sources["value_codes"].at(page, code_stride).at(lane16)
+        for n in range(head_dim // 32):
+            m.copy_async(slot + key_slots[n], keys, 0, 512 * n)
+        for n in range(head_dim // 32):
+            m.copy_async(slot + lane16, values, value_offset + 512 * n, 512 * n)
+        for n in range(-(-(mean_chunks + 2 * scale_chunks) // 32)):  # mean | key scale | value scale
+            chunk = (m.lane + 32 * n).min(mean_chunks + 2 * scale_chunks - 1)
+            in_mean = chunk.lt(mean_chunks)
+            in_keys = chunk.lt(mean_chunks + scale_chunks)
+            choose = functools.partial(_choose_source, m, in_mean, in_keys)
+            source = choose(sources["key_page_mean"], sources["key_scale"], sources["value_scale"])
+            stride = m.select(in_mean, m.Int(mean_stride), m.Int(scale_stride))
+            start = m.select(in_mean, m.Int(0), m.Int(mean_chunks))
+            start = m.select(in_keys, start, m.Int(mean_chunks + scale_chunks))
+            source = source.at(page, stride).at((chunk - start) * 16)
+            m.copy_async(slot + chunk * 16, source, mean_offset, 0)
+
+    def fetch_if_mine(index, slot, page):
+        m.when(index.lt(end), lambda: fetch(slot, page))
+        m.commit_copies()
+
+    table_ahead = [physical_page(first + n) for n in range(stages)]
+    for n in range(stages - 1):
+        fetch_if_mine(first + n, ring + n * stage, table_ahead[n])
+
+    # ---- right operands
+    key_operands, start, top = _rotated_query(at)
+    mean_operands = _dense_query(at)
+    score_unit = [t * (shape.scale * _LOG2E / _FIXED_MAX) for t in top]  # of the integer sums, base 2
+    mean_unit = [t.reciprocal() * _FIXED_MAX for t in top]  # of q . mean, in units of the integer sums
+    slack = [(u.max(_TINY)).reciprocal() * _SLACK for u in score_unit]
+
+    # ---- loads out of a stage: lane 8i + r addresses row r of matrix 4n + i
+    row, matrix = m.lane & 7, m.lane >> 3
+    key_rows = [frag.key_row_address(matrix + 4 * n, row) for n in range(2)]  # then every 1024 bytes
+
+    def load_keys(slot):  # -> words[r][j]: word 4j + c of token 8g + r
+        words = []
+        for n in range(2 * parts):
+            words += m.load_matrices(slot + key_rows[n & 1], 1024 * (n >> 1))
+        return [words[r * parts : (r + 1) * parts] for r in range(8)]
+
+    def load_values(slot):  # -> words[i]: word c of channel 8i + g
+        return sum((m.load_matrices(slot + lane16, value_offset + 512 * n) for n in range(head_dim // 32)), [])
+
+    def load_mean(slot):  # -> one left operand per 16 channels, all of whose rows are the page's mean key
+        words = [m.load_shared(slot + at.c * 16, 4, mean_offset + 64 * n) for n in range(head_dim // 32)]
+        return [[w[i], w[i], w[i + 1], w[i + 1]] for w in words for i in (0, 2)]
+
+    def load_scales(slot, offset):  # -> the 4 words with the scales of tokens 8g .. 8g+7
+        return m.load_shared(slot + at.g * 16, 4, offset)
+
+    def scales(words):
+        return [x.as_float() for w in words for x in (w << 16, w & 0xFFFF0000)]
+
+    # ---- loop state: maximum (in units of the integer sums), sum of P, sum of P * scale per lane head;
+    # exponent bits of the largest value scale so far, 2**-exponent, and the test for a larger one; outputs.
+    tiles = head_dim // 16
+    n_heads = shape.lane_heads
+
+    def unpack_state(carry):
+        maximum, total, weighted = (list(carry[i * n_heads : (i + 1) * n_heads]) for i in range(3))
+        return maximum, total, weighted, list(carry[3 * n_heads : 3 * n_heads + 2]), carry[3 * n_heads + 2 :]
+
+    def page_step(carry):
+        index, page, read, write = carry[:4]
+        state = carry[4:]
+        m.wait_copies(stages - 2)
+        m.sync_warp()
+        fetch_if_mine(index + (stages - 1), ring + write, page)
+        page_after = physical_page(index + stages)
+        slot = ring + read
+
+        # Scores: 8 row tiles, tile r = tokens 8g + r; two of them share one product.
+        words = load_keys(slot)
+        mean_left = load_mean(slot)
+        key_scale = scales(load_scales(slot, key_scale_offset))
+        value_scale_words = load_scales(slot, key_scale_offset + 2 * PAGE)
+        mean_acc = _dense_scores(at, mean_left, mean_operands, 0)
+        mean_score = [x * u for x, u in zip(_lane_scores(at, mean_acc, 0), mean_unit)]
+        score = []
+        for pair in range(4):
+            left = [[frag.unpack_bytes(w) for w in words[2 * pair + h]] for h in range(2)]
+            if shape.paired:
+                acc = [[m.Int(0), start[0], m.Int(0), start[0]]]
+            else:
+                acc = [[m.Int(0)] * 4, [start[0], start[1]] * 2]
+            for j in range(parts):
+                for s in (0, 2):
+                    a = [left[0][j][s], left[1][j][s], left[0][j][s + 1], left[1][j][s + 1]]
+                    for limb, operand in enumerate(key_operands):
+                        b = operand[4 * j + s : 4 * j + s + 2]
+                        acc[limb] = m.mma_s8(a, b, acc[limb], unsigned_a=True)
+            for h in range(2):
+                if shape.paired:
+                    sums = [(acc[0][2 * h] << 8) + acc[0][2 * h + 1]]
+                else:
+                    sums = [(acc[0][2 * h + e] << 8) + acc[1][2 * h + e] for e in heads]
+                token_scale = key_scale[2 * pair + h]
+                score.append([x.to_float().fma(token_scale, mean_score[e]) for e, x in enumerate(sums)])
+
+        left_in_page = stored - index * PAGE
+
+        def mask(flat):
+            keep = [frag.score_token(at.g, r) for r in range(8)]
+            return [
+                m.select(keep[k // n_heads].lt(left_in_page), x, m.Float(_EMPTY)) for k, x in enumerate(flat)
+            ]
+
+        flat = m.branch(left_in_page.lt(PAGE), [x for row in score for x in row], mask)
+        score = [flat[r * n_heads : (r + 1) * n_heads] for r in range(8)]
+        values = load_values(slot)
+
+        # Online softmax. The branch is taken by the whole warp, and rarely: a new maximum or a larger scale.
+        maximum, _, _, (exponent, _), _ = unpack_state(state)
+        highest = [functools.reduce(lambda a, b: a.max(b), [row[e] for row in score]) for e in heads]
+        largest = functools.reduce(m.max_u16x2, value_scale_words)
+        limit = (0x8000 - ((exponent + 1) << 7)) * 0x10001  # bit 15 of a half: scale >= 2 * 2**exponent
+        moved = ((largest + limit) & 0x80008000).ne(0)
+        for e in heads:
+            moved = moved | highest[e].gt(maximum[e] + slack[e])
+
+        def rescale(carry):
+            maximum, total, weighted, (exponent, _), acc = unpack_state(carry)
+            new_maximum, alpha = [], []
+            for e in heads:
+                top_score = highest[e]
+                for distance in (4, 8, 16):
+                    top_score = top_score.max(m.shuffle_xor(top_score, distance))
+                new_maximum.append(maximum[e].max(top_score))
+                alpha.append(((maximum[e] - new_maximum[e]) * score_unit[e]).exp2())
+            bits = (largest >> 16).max(largest & 0xFFFF) >> 7
+            for distance in (4, 8, 16):
+                bits = bits.max(m.shuffle_xor(bits, distance))
+            new_exponent = exponent.max(bits)
+            shrink = ((exponent - new_exponent + 127).max(0) << 23).as_float()
+            factor = [a * shrink for a in alpha]
+            acc = [x if shape.paired and i & 1 else x * factor[(i & 1) % n_heads] for i, x in enumerate(acc)]
+            total = [x * a for x, a in zip(total, alpha)]
+            weighted = [x * a for x, a in zip(weighted, alpha)]
+            return [*new_maximum, *total, *weighted, new_exponent, ((254 - new_exponent) << 23).as_float(), *acc]
+
+        state = m.branch(m.any_lane(moved), state, rescale)
+        maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
+
+        # P * scale, in float16 and transposed, is the right operand of the second product.
+        value_scale = scales(value_scale_words)
+        shift = [inverse * 2.0 ** (_P_SHIFT - 2 * e) for e in range(5)]
+        minus = [x * u * -1.0 for x, u in zip(maximum, score_unit)]
+        right = []
+        for r in range(8):
+            factor = value_scale[r] * shift[frag.HALF_EXPONENTS[r]]
+            p = [score[r][e].fma(score_unit[e], minus[e]).exp2() for e in heads]
+            total = [x + y for x, y in zip(total, p)]
+            weighted = [y.fma(value_scale[r], x) for x, y in zip(weighted, p)]
+            columns = [x * factor for x in p]
+            columns = columns if n_heads == 2 else [columns[0], m.Float(0.0)]
+            right.append(m.transpose_8x8(m.pack_float16(*columns)))
+        acc = list(acc)
+        for u in range(tiles):
+            left = [frag.unpack_halves(values[2 * u + h]) for h in range(2)]
+            tile = acc[4 * u : 4 * u + 4]
+            for s in (0, 2, 4, 6):
+                a = [left[0][s], left[1][s], left[0][s + 1], left[1][s + 1]]
+                tile = m.mma_f16(a, right[s : s + 2], tile)
+            acc[4 * u : 4 * u + 4] = tile
+
+        def advance(x):
+            return m.select(x.eq((stages - 1) * stage), m.Int(0), x + stage)
+
+        return [
+            *(index + 1, page_after, advance(read), advance(write)),
+            *(*maximum, *total, *weighted, exponent, inverse, *acc),
+        ]
+
+    zero = m.Float(0.0)
+    state = [m.Float(_EMPTY)] * n_heads + [zero] * (2 * n_heads) + [m.Int(1), zero] + [zero] * (4 * tiles)
+    init = [first, table_ahead[stages - 1], m.Int(0), m.Int((stages - 1) * stage), *state]
+    carry = m.loop((end - first).max(0), init, page_step)
+    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[4:])
+    m.wait_copies(0)
+
+    total, weighted = _sum_rows(m, total), _sum_rows(m, weighted)
+    unit = (exponent << 23).as_float() * (2.0**-_P_SHIFT / frag.HALF_UNIT)
+
+    def output(u, h, e):
+        value = acc[4 * u + 2 * h + e] * unit
+        return 16 * u + 8 * h + at.g, weighted[e].fma(-1.5, value)
+
+    _merge_warps(at, [x * u for x, u in zip(maximum, score_unit)], total, output)
+
+
+def _choose_source(m: Any, in_mean: Any, in_keys: Any, mean: Any, key_scale: Any, value_scale: Any) -> Any:
+    return m.select_pointer(in_mean, mean, m.select_pointer(in_keys, key_scale, value_scale))
+
+
+def _sum_rows(m: Any, xs: list) -> list:
+    """Sums over the eight rows g; every lane of a column gets the sum."""
+    for distance in (4, 8, 16):
+        xs = [x + m.shuffle_xor(x, distance) for x in xs]
+    return xs
+
+
+def _window(at: _Place) -> None:
+    """Attention over the BF16 window pages (sink and recent) of this block's sequence and head."""
+    m, shape, refs = at.m, at.shape, at.refs
+    head_dim, n_heads, blocks = shape.head_dim, shape.lane_heads, shape.head_dim // 32
+    heads, tiles = range(shape.lane_heads), shape.head_dim // 16
+    unit = shape.scale * _LOG2E
+    length, pages = at.scalar("lengths", at.sequence), at.scalar("history_pages", at.sequence)
+    ring_slots = shape.window_slots - shape.sink_pages
+    operands = _dense_query(at)
+    row_bytes = 2 * head_dim
+    page_bytes = shape.heads * PAGE * row_bytes
+    sources = [m.pointer(refs[n]).at(at.head, PAGE * row_bytes) for n in ("window_key", "window_value")]
+
+    def page_step(carry):
+        slot = carry[0]
+        maximum, total, acc = carry[1 : 1 + n_heads], carry[1 + n_heads : 1 + 2 * n_heads], carry[1 + 2 * n_heads :]
+        page = at.scalar("window_table", at.sequence * shape.window_slots + slot)
+        # Slot of the ring -> page of the sequence: the ring starts where the INT2 pages end.
+        turn = slot + (ring_slots - shape.sink_pages) + ring_slots - pages.umod(ring_slots)
+        recent = pages + turn.umod(ring_slots) + shape.sink_pages
+        token_page = m.select(slot.lt(shape.sink_pages), slot, recent)
+        valid = length - token_page * PAGE  # rows of this page that are stored
+        # Rows past the end may hold anything; read row 0 of the page instead... of nothing at all.
+        keys, values = (source.at(page, page_bytes).at(at.c, 16) for source in sources)
+
+        def row(base, r):  # 8 channels of every 32-channel block of token 8g + r; zeros past the end
+            token = frag.score_token(at.g, r)
+            words = [m.load_global(base.at(token, row_bytes), 4, 64 * n) for n in range(blocks)]
+            inside = token.lt(valid)
+            return [[m.select(inside, w, m.Int(0)) for w in four] for four in words]
+
+        score = []
+        for pair in range(4):
+            rows = [row(keys, 2 * pair + h) for h in range(2)]
+            left = [
+                [rows[0][n][i], rows[1][n][i], rows[0][n][i + 1], rows[1][n][i + 1]]
+                for n in range(blocks)
+                for i in (0, 2)
+            ]
+            tile = _dense_scores(at, left, operands, 0)
+            score += [[x * unit for x in _lane_scores(at, tile, h)] for h in range(2)]
+        inside = [frag.score_token(at.g, r).lt(valid) for r in range(8)]
+        score = [[m.select(inside[r], x, m.Float(_EMPTY)) for x in score[r]] for r in range(8)]
+        new_maximum, alpha = [], []
+        for e in heads:
+            top = functools.reduce(lambda a, b: a.max(b), [s[e] for s in score])
+            for distance in (4, 8, 16):
+                top = top.max(m.shuffle_xor(top, distance))
+            new_maximum.append(maximum[e].max(top))
+            alpha.append((maximum[e] - new_maximum[e]).exp2())
+        total = [x * a for x, a in zip(total, alpha)]
+        acc = [x * alpha[(i & 1) % n_heads] for i, x in enumerate(acc)]
+        right = []
+        for r in range(8):
+            p = [m.select(inside[r], (score[r][e] - new_maximum[e]).exp2(), m.Float(0.0)) for e in heads]
+            total = [x + y for x, y in zip(total, p)]
+            if shape.paired:  # the odd column carries what bf16 cut off P
+                word = m.pack_bfloat16(p[0], m.Float(0.0))
+                word = m.pack_bfloat16(p[0], p[0] - (word << 16).as_float())
+            else:
+                word = m.pack_bfloat16(*p)
+            right.append(m.transpose_8x8(word))
+        for n in range(blocks):
+            columns = [row_block for row_block in (_value_block(m, at, values, valid, row_bytes, r, n) for r in range(8))]
+            for half in range(2):
+                u = 2 * n + half
+                tile = acc[4 * u : 4 * u + 4]
+                for s in (0, 2, 4, 6):
+                    a = [columns[s + k][2 * half + w] for k in range(2) for w in range(2)]
+                    tile = m.mma_f16(a, right[s : s + 2], tile, bfloat16=True)
+                acc[4 * u : 4 * u + 4] = tile
+        return [slot + WARPS, *new_maximum, *total, *acc]
+
+    init = [m.warp, *[m.Float(_EMPTY)] * n_heads, *[m.Float(0.0)] * (n_heads + 4 * tiles)]
+    count = (shape.window_slots + (WARPS - 1) - m.warp).udiv(WARPS)
+    carry = m.loop(count, init, page_step)
+    maximum, total, acc = carry[1 : 1 + n_heads], carry[1 + n_heads : 1 + 2 * n_heads], carry[1 + 2 * n_heads :]
+
+    def output(u, h, e):
+        channel = frag.dense_value_channel(u >> 1, at.g, 2 * (u & 1) + h)
+        value = acc[4 * u + 2 * h + e]
+        return channel, value + acc[4 * u + 2 * h + 1] if shape.paired else value
+
+    _merge_warps(at, list(maximum), _sum_rows(m, list(total)), output)
+
+
+def _value_block(m: Any, at: _Place, values: Any, valid: Any, row_bytes: int, r: int, block: int) -> list:
+    """Transposed value rows 8g + r of one 32-channel block: word w has channel dense_value_channel(...)."""
+    token = frag.score_token(at.g, r)
+    words = m.load_global(values.at(token, row_bytes), 4, 64 * block)
+    inside = token.lt(valid)
+    return [m.transpose_8x8(m.select(inside, w, m.Int(0))) for w in words]
+
+
+def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
+    """Merges the four warps through shared memory and stores the block's partial output and log-sum-exp.
+
+    maximum (base 2) and total per lane head; output(u, h, e) -> (channel, unnormalized value).
+    """
+    m, shape = at.m, at.shape
+    head_dim = shape.head_dim
+    sums = 4 * 8 * WARPS  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
+    m.sync_block()  # the stages are free now
+    lane_head = [at.c] if shape.paired else [at.c * 2, at.c * 2 + 1]
+
+    def store_statistics():
+        for e, h in enumerate(lane_head):
+            address = m.shared_base + (m.warp * 8 + h) * 4
+            m.store_shared(address, [maximum[e].as_int()])
+            m.store_shared(address, [total[e].as_int()], sums)
+
+    m.when(at.g.eq(0), store_statistics)
+    m.sync_block()
+
+    def statistics(h, offset):
+        address = m.shared_base + h * 4
+        return [m.load_shared(address, 1, offset + 32 * w)[0].as_float() for w in range(WARPS)]
+
+    for e, h in enumerate(lane_head):
+        top = functools.reduce(lambda a, b: a.max(b), statistics(h, 0))
+        factor = (maximum[e] - top).exp2()
+        base = m.shared_base + (m.warp * shape.columns + h) * (head_dim * 4)
+        for u in range(head_dim // 16):
+            for half in range(2):
+                channel, value = output(u, half, e)
+                m.store_shared(base + channel * 4, [(value * factor).as_int()], 2 * sums)
+    m.sync_block()
+    rows = m.pointer(at.refs["out"]), m.pointer(at.refs["lse"])
+    for n in range(shape.columns * head_dim // THREADS):
+        flat = m.thread + n * THREADS
+        h, channel = flat.udiv(head_dim), flat.umod(head_dim)
+        tops, totals = statistics(h, 0), statistics(h, sums)
+        top = functools.reduce(lambda a, b: a.max(b), tops)
+        weight = m.Float(0.0)
+        for t, x in zip(tops, totals):
+            weight = (t - top).exp2().fma(x, weight)
+        value = m.Float(0.0)
+        for w in range(WARPS):
+            word = m.load_shared(m.shared_base + flat * 4, 1, 2 * sums + 4 * w * shape.columns * head_dim)
+            value = value + word[0].as_float()
+        some = weight.gt(0.0)
+        value = m.select(some, value * weight.max(_TINY).reciprocal(), m.Float(0.0))
+        lse = m.select(some, top + weight.max(_TINY).log2(), m.Float(-math.inf))
+        row = at.tile * shape.columns + h
+        index = (at.sequence_head * shape.group + row) * shape.partials + at.partial
+
+        def store(index=index, channel=channel, value=value):
+            m.store_global(rows[0].at(index, 4 * head_dim).at(channel * 4), [value.as_int()])
+
+        def store_lse(index=index, lse=lse):
+            m.store_global(rows[1].at(index, 4), [lse.as_int()])
+
+        m.when(row.lt(shape.group), store)
+        m.when(row.lt(shape.group) & channel.eq(0), store_lse)
+
+
+# ------------------------------------------------------------------------------------------ launches
+
+_ARGUMENTS = (
+    *("query_rotated", "query", "key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean"),
+    *("window_key", "window_value", "page_table", "window_table", "history_pages", "lengths", "out", "lse"),
+)
+
+
+@functools.cache
+def _decode_kernel(shape: DecodeShape) -> Any:
+    """The compiled-on-first-use kernel of one shape: arrays in the order of _ARGUMENTS."""
+    from .registers import Int, MosaicMachine
+
+    def body(*refs):
+        block = [lax.axis_index(name) for name in ("head_tile", "partial", "sequence")]
+        splat = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
+        def emit(_, *operands):
+            indices = tuple(Int(x.registers.item()) for x in operands[:3])
+            *arrays, shared = operands[3:]
+            decode_body(MosaicMachine(shared), shape, indices, dict(zip(_ARGUMENTS, arrays)))
+            return ()
+
+        emit(*block, *refs)
+
+    rows = (shape.batch, shape.heads, shape.group, shape.partials)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(rows, jnp.float32),
+        ),
+        grid=(shape.heads * shape.tiles, shape.partials, shape.batch),
+        grid_names=("head_tile", "partial", "sequence"),
+        scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="oscar_decode",
+    )
+
+
+def decode_shape(
+    query: jax.Array, cache: Any, *, scale: float, windows: bool, splits: int | None = None
+) -> DecodeShape:
+    """The launch plan for queries [B, K, G, D] over `cache`. Raises NotImplementedError."""
+    batch, heads, group, head_dim = query.shape
+    check_decode_shape(head_dim, group)
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"query is {query.dtype}: the Mosaic decode kernel reads float32 or bfloat16")
+    tiles = -(-group // (4 if group <= 4 else 8))
+    table_pages = cache.page_table.shape[1]
+    return DecodeShape(
+        batch=batch,
+        heads=heads,
+        group=group,
+        head_dim=head_dim,
+        table_pages=table_pages,
+        scale=float(scale),
+        query_bfloat16=query.dtype == jnp.bfloat16,
+        splits=splits or decode_splits(batch * heads * tiles, table_pages, head_dim),
+        stages=decode_stages(head_dim),
+        sink_pages=cache.config.sink_pages,
+        window_slots=cache.config.window_slots if windows else 0,
+    )
+
+
+def decode_partials(
+    query_rotated: jax.Array, query: jax.Array, cache: Any, shape: DecodeShape
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel: partial outputs float32 [B, K, G, S, D] and their base-2 log-sum-exp [B, K, G, S].
+
+    query_rotated float32 [B, K, G, D], query float32 or bf16 [B, K, G, D]. With windows partial 0 is the BF16
+    part; the others are in the rotated value basis without value_mean.
+    """
+    arrays = [getattr(cache, name) for name in _ARGUMENTS[2:-2]]
+    return _decode_kernel(shape)(query_rotated, query, *arrays)
+
+
+def decode_history(
+    query_rotated: jax.Array, query: jax.Array, cache: Any, *, scale: float, splits: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries [B, K, G, D] over the INT2 pages alone, in the rotated value basis.
+
+    Returns out float32 [B, K, G, D] = sum(p * scale * (code - 1.5)) / sum(p) and the natural log-sum-exp of
+    the scores, float32 [B, K, G], -inf where a sequence has no INT2 page. Any number of query rows G: they
+    are served in tiles of eight. Raises NotImplementedError.
+    """
+    shape = decode_shape(query, cache, scale=scale, windows=False, splits=splits)
+    out, lse = decode_partials(query_rotated, query, cache, shape)
+    weight, total, top = _weights(lse)
+    out = jnp.einsum("bkgsd,bkgs->bkgd", out, weight / total[..., None], precision=lax.Precision.HIGHEST)
+    return out, jnp.where(jnp.isfinite(top), (top + jnp.log2(total)) / _LOG2E, -jnp.inf)
+
+
+def decode_attention(
+    query: jax.Array,
+    cache: Any,
+    rotation: Any,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    sink_logits: jax.Array | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """Attention of the newest token of every sequence over all that is stored, itself included.
+
+    query [B, N, D] -> float32 [B, N, D]; the twin of `attention.decode_attention`. Raises ShapeError, or
+    NotImplementedError for a shape that the kernel does not serve.
+    """
+    if sliding_window is not None:
+        raise NotImplementedError(
+            f"sliding_window = {sliding_window}: the Mosaic decode kernel reads whole sequences"
+        )
+    config = cache.config
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    if query.shape[0] != cache.batch or query.shape[2] != head_dim or query.shape[1] % heads:
+        raise ShapeError(f"query {query.shape}, expected [{cache.batch}, G * {heads}, {head_dim}]")
+    grouped = query.reshape(cache.batch, heads, -1, head_dim)
+    shape = decode_shape(grouped, cache, scale=scale, windows=True, splits=splits)
+    rotated = rotate_queries(grouped, rotation)
+    out, lse = decode_partials(rotated, grouped, cache, shape)
+
+    weight, total, top = _weights(lse)  # [B, K, G, S]
+    if sink_logits is not None:
+        sink = sink_logits.astype(jnp.float32).reshape(heads, -1) * _LOG2E
+        total = total + jnp.exp2(sink - jnp.where(jnp.isfinite(top), top, sink))
+    weight = weight / total[..., None]
+    history = jnp.einsum("bkgsd,bkgs->bkgd", out[..., 1:, :], weight[..., 1:], precision=lax.Precision.HIGHEST)
+    result = restore_values(history, weight[..., 1:].sum(-1), rotation) + out[..., 0, :] * weight[..., :1]
+    return result.reshape(query.shape)
+
+
+def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merge weights 2**(lse - top), their sum (1 where nothing is stored) and top, over the last axis."""
+    top = lse.max(-1)
+    weight = jnp.exp2(lse - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
+    total = weight.sum(-1)
+    return weight, jnp.where(total > 0, total, 1.0), top
+
+
+def rotate_queries(query: jax.Array, rotation: Any) -> jax.Array:
+    """query [B, K, G, D] @ query_transform [K or 1, D, D] -> float32."""
+    return _per_head(query.astype(jnp.float32), rotation.query_transform)
+
+
+def restore_values(history: jax.Array, weight: jax.Array, rotation: Any) -> jax.Array:
+    """Output of the INT2 segment in the original basis: history @ output_transform + weight * value_mean.
+
+    history float32 [B, K, G, D] in the rotated basis, weight float32 [B, K, G] its share of the softmax.
+    """
+    mean = rotation.value_mean.astype(jnp.float32)[:, None]  # [K or 1, 1, D]
+    return _per_head(history, rotation.output_transform) + weight[..., None] * mean
+
+
+def _per_head(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    if matrix.shape[0] == 1:
+        return jnp.matmul(rows, matrix[0], precision=lax.Precision.HIGHEST)
+    return jnp.einsum("bkgd,kde->bkge", rows, matrix, precision=lax.Precision.HIGHEST)

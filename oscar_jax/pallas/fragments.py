@@ -1,0 +1,103 @@
+"""How page words become matrix-unit operands: unpack rules and index arithmetic, written once.
+
+Every function here is pure arithmetic on integers. The kernels call them with thread registers, the tests
+with NumPy arrays, so the mapping that runs on the GPU is the mapping that a CPU checks.
+
+The idea: a code never moves. A lane loads a 32-bit word with 16 codes of one row; masking the word in
+place gives registers that *are* the left operand of a warp's matrix product, if the contraction index is
+permuted, and the same permutation is applied to the other, tiny operand (query, or probabilities).
+
+    keys, D = 128 (rows = tokens, contraction = channels; mma m16n8k32, unsigned 8-bit x signed 8-bit)
+
+    token t = 8g + r          lane 4g + c holds, for each r = 0..7 and j = 0..D/64-1,
+    row t of key_codes         the word w = 4j + c of token 8g + r:
+    +----+----+----+----+----+----+----+----+
+    | w0 | w1 | w2 | w3 | w4 | w5 | w6 | w7 |       word w = channels 16w .. 16w+15
+    +----+----+----+----+----+----+----+----+       channel 16w + p at bits 2p, 2p+1
+      c=0  c=1  c=2  c=3  c=0  c=1  c=2  c=3
+      '------ j=0 ------' '------ j=1 ------'
+
+    word & 0x03030303        = bytes (code 0, code 4, code  8, code 12)      register 0, weight 1
+    word & 0x0c0c0c0c        = bytes (code 1, code 5, code  9, code 13) * 4  register 1, weight 4
+    word >> 4 & 0x03030303   = bytes (code 2, code 6, code 10, code 14)      register 2, weight 1
+    word >> 4 & 0x0c0c0c0c   = bytes (code 3, code 7, code 11, code 15) * 4  register 3, weight 4
+
+    A (16 tokens x 32)      k =  4c .. 4c+3         k = 16+4c .. 16+4c+3
+      row g   = token 8g+2u      register 2s of (2u,   j)   register 2s+1 of (2u,   j)
+      row g+8 = token 8g+2u+1    register 2s of (2u+1, j)   register 2s+1 of (2u+1, j)
+    for the product's k-step (j, s), s = 0, 1. So k = 4c + b of register p is channel 64j + 16c + p + 4b.
+    The weight is undone in the query: its entries are fixed-point numbers divided by 1 or 4.
+
+    values (rows = channels, contraction = tokens; mma m16n8k16, float16 with float32 sums)
+
+    lane 4g + c holds the word c (tokens 16c .. 16c+15) of channels g, g+8, g+16, ...
+    word       & 0x00030003 << 2e  read as two float16 subnormals = (code e, code 8+e) * 4**e * 2**-24
+    word >> 10 & ...               the same for codes 5, 6, 7 (e = 0, 1, 2)
+    so k = 2c + b of register i is token 16c + i + 8b: exactly the order in which the transposed
+    scores leave the first product (row g of tile i is token 8g + i). The weight is undone in P.
+
+Both operands come out of shared memory with `ldmatrix`, which hands row g, bytes 4c..4c+3 of an 8x16-byte
+matrix to lane 4g + c: natural word order costs no more instructions than any other order would.
+"""
+
+BYTE_FIELDS = ((0, 0x03030303), (0, 0x0C0C0C0C), (4, 0x03030303), (4, 0x0C0C0C0C))  # (shift, mask)
+BYTE_WEIGHTS = (1, 4, 1, 4)
+HALF_EXPONENTS = (0, 1, 2, 3, 4, 0, 1, 2)  # of 4, for code i (and code 8 + i) of a word
+HALF_SHIFT = 10  # codes 5, 6, 7 are first moved down by five codes
+HALF_UNIT = 2.0**-24  # the smallest float16: what code 1 with exponent 0 reads as
+
+
+def unpack_bytes(word):
+    """The 16 codes of a key word as 4 registers of 4 unsigned bytes, with weights BYTE_WEIGHTS."""
+    high = word >> 4
+    return [(high if shift else word) & mask for shift, mask in BYTE_FIELDS]
+
+
+def unpack_halves(word):
+    """The 16 codes of a value word as 8 registers of 2 float16, with weights 4**HALF_EXPONENTS * 2**-24."""
+    low = word >> HALF_SHIFT
+    return [(word if i < 5 else low) & (0x00030003 << 2 * e) for i, e in enumerate(HALF_EXPONENTS)]
+
+
+def byte_channel(j, c, register, byte):
+    """Channel of byte `byte` of register `register` of key word 4j + c."""
+    return 64 * j + 16 * c + register + 4 * byte
+
+
+def half_token(c, register, half):
+    """Token (0..63) of half `half` of register `register` of value word c."""
+    return 16 * c + register + 8 * half
+
+
+def score_token(g, row_tile):
+    """Token (0..63) of row g of the score tile `row_tile` (0..7)."""
+    return 8 * g + row_tile
+
+
+def dense_channel(block, c, word, half):
+    """Channel of half `half` of word `word` (0..3) that lane column c loads of a bf16 row's 32-channel block.
+
+    Sixteen contiguous bytes per lane; words 0, 1 serve the first k-step of the block, words 2, 3 the second.
+    """
+    return 32 * block + 8 * c + 2 * word + half
+
+
+def dense_value_channel(block, g, word):
+    """Channel of row g after the 8x8 transpose of word `word` of a bf16 value row's 32-channel block."""
+    return 32 * block + 8 * (g >> 1) + 2 * word + (g & 1)
+
+
+def key_chunk_address(token, part, parts):
+    """Byte address, in a staged page, of the 16-byte part `part` (of D/64) of the codes of key `token`.
+
+    Matrix q = r * parts + part holds the tokens 8g + r in its rows g, so that ldmatrix hands tokens
+    8g .. 8g+7 to one lane; rows are rotated by exclusive or, so that neither the copies that write a page
+    nor the matrix loads hit one bank twice.
+    """
+    matrix = (token & 7) * parts + part
+    return matrix * 128 + (((token >> 3) ^ (matrix & 7)) << 4)
+
+
+def key_row_address(matrix, g):
+    """Byte address of row g of matrix `matrix` = r * parts + part in a staged page (tokens 8g + r)."""
+    return matrix * 128 + ((g ^ (matrix & 7)) << 4)

@@ -1,0 +1,396 @@
+"""Registers, memory and warp instructions as Python values, so that a kernel body reads like arithmetic.
+
+The decode and quantize kernels are written against the small vocabulary of `Machine`: every thread holds
+scalar registers (`Int`, `Float`, `Predicate`), and the instructions that involve a warp (matrix product,
+shuffle, transpose) are methods. `MosaicMachine` emits the operations into a Mosaic GPU kernel. The tests own
+a second machine with the same methods which executes the same kernel body with NumPy for the 128 threads of
+a block, so that everything but the hardware instructions themselves is checked on a CPU.
+
+Integers are 32 bits, wrap around, and shift right logically with `>>`; `sar` is the arithmetic shift.
+Shared memory is addressed by 32-bit byte addresses, global memory by `Pointer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.experimental.mosaic.gpu.utils as mosaic_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+from jaxlib.mlir.dialects import math as mlir_math
+
+WARPS = 4  # of one block: a Mosaic warpgroup
+WARP_LANES = 32
+THREADS = WARPS * WARP_LANES
+
+_CONTRACT = arith.FastMathFlags.contract
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def _constant(value: int) -> ir.Value:
+    value &= 0xFFFFFFFF
+    return mosaic_utils.c(value - (1 << 32) if value >= 1 << 31 else value, _i32())
+
+
+class Int:
+    """One 32-bit integer register per thread."""
+
+    def __init__(self, value: ir.Value | int):
+        self.value = _constant(value) if isinstance(value, int) else value
+
+    @staticmethod
+    def _of(other: Int | int) -> ir.Value:
+        return _constant(other) if isinstance(other, int) else other.value
+
+    def __add__(self, other):
+        return Int(arith.addi(self.value, self._of(other)))
+
+    def __sub__(self, other):
+        return Int(arith.subi(self.value, self._of(other)))
+
+    def __rsub__(self, other):
+        return Int(arith.subi(self._of(other), self.value))
+
+    def __mul__(self, other):
+        return Int(arith.muli(self.value, self._of(other)))
+
+    def __and__(self, other):
+        return Int(arith.andi(self.value, self._of(other)))
+
+    def __or__(self, other):
+        return Int(arith.ori(self.value, self._of(other)))
+
+    def __xor__(self, other):
+        return Int(arith.xori(self.value, self._of(other)))
+
+    def __lshift__(self, other):
+        return Int(arith.shli(self.value, self._of(other)))
+
+    def __rshift__(self, other):
+        return Int(arith.shrui(self.value, self._of(other)))
+
+    def sar(self, count):
+        """Arithmetic shift right (floor division by a power of two)."""
+        return Int(arith.shrsi(self.value, self._of(count)))
+
+    def udiv(self, other):
+        return Int(arith.divui(self.value, self._of(other)))
+
+    def umod(self, other):
+        return Int(arith.remui(self.value, self._of(other)))
+
+    def min(self, other):
+        return Int(arith.minsi(self.value, self._of(other)))
+
+    def max(self, other):
+        return Int(arith.maxsi(self.value, self._of(other)))
+
+    def _compare(self, kind, other):
+        return Predicate(arith.cmpi(kind, self.value, self._of(other)))
+
+    def lt(self, other):
+        return self._compare(arith.CmpIPredicate.slt, other)
+
+    def ge(self, other):
+        return self._compare(arith.CmpIPredicate.sge, other)
+
+    def eq(self, other):
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+    def ne(self, other):
+        return self._compare(arith.CmpIPredicate.ne, other)
+
+    def as_float(self):
+        """The same 32 bits as a float register."""
+        return Float(arith.bitcast(_f32(), self.value))
+
+    def to_float(self):
+        """The nearest float of the signed value."""
+        return Float(arith.sitofp(_f32(), self.value))
+
+    __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
+
+
+class Float:
+    """One float32 register per thread. Products and sums may be contracted into one rounding."""
+
+    def __init__(self, value: ir.Value | float):
+        self.value = mosaic_utils.c(float(value), _f32()) if isinstance(value, int | float) else value
+
+    @staticmethod
+    def _of(other: Float | float) -> ir.Value:
+        return other.value if isinstance(other, Float) else mosaic_utils.c(float(other), _f32())
+
+    def __add__(self, other):
+        return Float(arith.addf(self.value, self._of(other), fastmath=_CONTRACT))
+
+    def __sub__(self, other):
+        return Float(arith.subf(self.value, self._of(other), fastmath=_CONTRACT))
+
+    def __mul__(self, other):
+        return Float(arith.mulf(self.value, self._of(other), fastmath=_CONTRACT))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def fma(self, factor, addend):
+        """self * factor + addend, rounded once."""
+        return Float(mlir_math.fma(self.value, self._of(factor), self._of(addend)))
+
+    def max(self, other):
+        return _ptx_float("max.f32 $0, $1, $2;", self, Float(self._of(other)))
+
+    def min(self, other):
+        return _ptx_float("min.f32 $0, $1, $2;", self, Float(self._of(other)))
+
+    def abs(self):
+        return (self.as_int() & 0x7FFFFFFF).as_float()
+
+    def exp2(self):
+        return _ptx_float("ex2.approx.ftz.f32 $0, $1;", self)
+
+    def log2(self):
+        return _ptx_float("lg2.approx.f32 $0, $1;", self)
+
+    def reciprocal(self):
+        return _ptx_float("rcp.approx.ftz.f32 $0, $1;", self)
+
+    def gt(self, other):
+        return Predicate(arith.cmpf(arith.CmpFPredicate.OGT, self.value, self._of(other)))
+
+    def as_int(self):
+        """The same 32 bits as an integer register."""
+        return Int(arith.bitcast(_i32(), self.value))
+
+    def floor_to_int(self):
+        return Int(_ptx("cvt.rmi.s32.f32 $0, $1;", [self.value], [_i32()])[0])
+
+    def round_to_int(self):
+        return Int(_ptx("cvt.rni.s32.f32 $0, $1;", [self.value], [_i32()])[0])
+
+    def bfloat16_bits(self):
+        """The 16 bits of the nearest (ties to even) bfloat16, in the low half of an integer."""
+        return Int(_ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h; }", [self.value], [_i32()])[0])
+
+
+class Predicate:
+    """One truth value per thread."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def __and__(self, other):
+        return Predicate(arith.andi(self.value, other.value))
+
+    def __or__(self, other):
+        return Predicate(arith.ori(self.value, other.value))
+
+    def to_int(self):
+        return Int(arith.extui(_i32(), self.value))
+
+
+class Pointer:
+    """A byte address in global memory per thread."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def at(self, index: Int | int, stride: Int | int = 1) -> Pointer:
+        """The address `index * stride` bytes further; the unsigned product is taken in 64 bits."""
+        if isinstance(index, int) and isinstance(stride, int):
+            return Pointer(arith.addi(self.value, mosaic_utils.c(index * stride, _i64())))
+        index, stride = (Int(x) if isinstance(x, int) else x for x in (index, stride))
+        wide = [arith.extui(_i64(), x.value) for x in (index, stride)]
+        return Pointer(arith.addi(self.value, arith.muli(*wide)))
+
+
+def _ptx(code: str, operands: Sequence[ir.Value], results: Sequence[ir.Type], memory=False, warp=False):
+    out = mosaic_utils.inline_ptx(
+        code, *operands, result_types=list(results), has_side_effects=memory, convergent=warp
+    )
+    return list(out)
+
+
+def _ptx_float(code: str, *operands: Float) -> Float:
+    return Float(_ptx(code, [x.value for x in operands], [_f32()])[0])
+
+
+_VECTOR = {1: "b32 {0}", 2: "v2.b32 {{{0},{1}}}", 4: "v4.b32 {{{0},{1},{2},{3}}}"}
+
+
+def _vector(count: int) -> str:
+    return _VECTOR[count].format(*(f"${i}" for i in range(count)))
+
+
+class MosaicMachine:
+    """Emits the operations of a kernel body into the Mosaic GPU kernel that is being built."""
+
+    Int, Float = Int, Float
+
+    def __init__(self, shared_memory: ir.Value):
+        tid = mosaic_utils.thread_idx()
+        self.thread = Int(tid) & (THREADS - 1)
+        self.lane = self.thread & (WARP_LANES - 1)
+        self.warp = Int(mosaic_utils.warp_idx(sync=True)) & (WARPS - 1)
+        base = llvm.ptrtoint(_i64(), mosaic_utils.memref_ptr(shared_memory))
+        self.shared_base = Int(arith.trunci(_i32(), base))
+
+    # ---- values
+    def select(self, condition, yes, no):
+        kind = Int if isinstance(yes, Int) or isinstance(no, Int) else Float
+        yes, no = (x if isinstance(x, kind) else kind(x) for x in (yes, no))
+        return kind(arith.select(condition.value, yes.value, no.value))
+
+    def select_pointer(self, condition, yes, no):
+        return Pointer(arith.select(condition.value, yes.value, no.value))
+
+    def pack_float16(self, low, high):
+        """Two floats rounded to float16 in one word."""
+        return Int(_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", [high.value, low.value], [_i32()])[0])
+
+    def pack_bfloat16(self, low, high):
+        """Two floats rounded to bfloat16 in one word."""
+        return Int(_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", [high.value, low.value], [_i32()])[0])
+
+    def max_u16x2(self, a, b):
+        """Maximum of the two unsigned 16-bit halves."""
+        return Int(_ptx("max.u16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
+
+    def gather_bytes(self, a, b, selector: int):
+        """Four bytes out of the eight of (a, b); nibble i of the selector names the source of byte i."""
+        return Int(_ptx(f"prmt.b32 $0, $1, $2, {selector};", [a.value, b.value], [_i32()])[0])
+
+    # ---- warp instructions
+    def mma_s8(self, a, b, c, unsigned_a=False):
+        """c[16, 8] + a[16, 32] @ b[32, 8] in int32; a is s8 (or u8), b is s8."""
+        kind = "u8" if unsigned_a else "s8"
+        code = (
+            f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        operands = [x.value for x in (*a, *b, *c)]
+        return [Int(x) for x in _ptx(code, operands, [_i32()] * 4, warp=True)]
+
+    def mma_f16(self, a, b, c, bfloat16=False):
+        """c[16, 8] + a[16, 16] @ b[16, 8] in float32; a and b are float16 (or bfloat16)."""
+        kind = "bf16" if bfloat16 else "f16"
+        code = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        operands = [x.value for x in (*a, *b, *c)]
+        return [Float(x) for x in _ptx(code, operands, [_f32()] * 4, warp=True)]
+
+    def transpose_8x8(self, word):
+        """Transposes the 8x8 matrix of 16-bit halves of which lane 4r + c holds row r, columns 2c, 2c+1."""
+        code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+        return Int(_ptx(code, [word.value], [_i32()], warp=True)[0])
+
+    def shuffle_xor(self, x, distance: int):
+        return type(x)(mosaic_utils.shfl_bfly(x.value, distance))
+
+    def shuffle(self, x, source):
+        """The register of lane `source` of the same warp."""
+        word = x.as_int() if isinstance(x, Float) else x
+        got = nvvm.shfl_sync(
+            _constant(-1), word.value, source.value, _constant(WARP_LANES - 1), nvvm.ShflKind.idx
+        )
+        return Int(got).as_float() if isinstance(x, Float) else Int(got)
+
+    def any_lane(self, condition):
+        """Whether the condition holds in some lane of the warp."""
+        code = (
+            "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
+        )
+        return Int(_ptx(code, [condition.to_int().value], [_i32()], memory=True, warp=True)[0]).ne(0)
+
+    # ---- memory
+    def pointer(self, ref: ir.Value) -> Pointer:
+        return Pointer(llvm.ptrtoint(_i64(), mosaic_utils.memref_ptr(ref)))
+
+    def load_global(self, pointer, count=1, offset=0):
+        """`count` (1, 2, 4) words; the memory must not be written by this kernel."""
+        code = f"ld.global.nc.{_vector(count)}, [${count}+{offset}];"
+        return [Int(x) for x in _ptx(code, [pointer.value], [_i32()] * count, memory=True)]
+
+    def store_global(self, pointer, words, offset=0):
+        code = f"st.global.{_store_form(len(words), offset)}"
+        mosaic_utils.inline_ptx(code, pointer.value, *(x.value for x in words))
+
+    def store_global_u16(self, pointer, bits, offset=0):
+        code = f"{{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0+{offset}], h; }}"
+        mosaic_utils.inline_ptx(code, pointer.value, bits.value)
+
+    def load_shared(self, address, count=1, offset=0):
+        code = f"ld.shared.{_vector(count)}, [${count}+{offset}];"
+        return [Int(x) for x in _ptx(code, [address.value], [_i32()] * count, memory=True)]
+
+    def store_shared(self, address, words, offset=0):
+        code = f"st.shared.{_store_form(len(words), offset)}"
+        mosaic_utils.inline_ptx(code, address.value, *(x.value for x in words))
+
+    def load_matrices(self, address, offset=0):
+        """Four 8x8 matrices of 16-bit halves (rows of 16 bytes); lane 8i + r addresses row r of matrix i.
+
+        Register i of lane 4r + c is the word of row r, bytes 4c..4c+3, of matrix i.
+        """
+        code = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];"
+        return [Int(x) for x in _ptx(code, [address.value], [_i32()] * 4, memory=True, warp=True)]
+
+    def copy_async(self, address, pointer, shared_offset=0, global_offset=0):
+        """Starts a copy of 16 bytes from global to shared memory, in the current group of this thread."""
+        code = f"cp.async.cg.shared.global.L2::128B [$0+{shared_offset}], [$1+{global_offset}], 16;"
+        mosaic_utils.inline_ptx(code, address.value, pointer.value)
+
+    def commit_copies(self):
+        mosaic_utils.inline_ptx("cp.async.commit_group;")
+
+    def wait_copies(self, newest_allowed: int):
+        """Waits until at most `newest_allowed` groups of this thread are still on their way."""
+        mosaic_utils.inline_ptx(f"cp.async.wait_group {newest_allowed};")
+
+    def sync_warp(self):
+        mosaic_utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
+
+    def sync_block(self):
+        mosaic_utils.warpgroup_barrier()
+
+    # ---- control flow
+    def loop(self, count: Int, carry: Sequence, body: Callable[[list], list]) -> list:
+        """Runs `body(carry) -> carry` `count` times; `count` is the same in all lanes of a warp."""
+        kinds = [type(x) for x in carry]
+        loop = scf.ForOp(_constant(0), count.value, _constant(1), [x.value for x in carry])
+        with ir.InsertionPoint(loop.body):
+            out = body([kind(x) for kind, x in zip(kinds, loop.inner_iter_args)])
+            scf.YieldOp([x.value for x in out])
+        return [kind(x) for kind, x in zip(kinds, loop.results)]
+
+    def when(self, condition: Predicate, body: Callable[[], None]) -> None:
+        """Runs `body` for its memory effects in the threads where the condition holds."""
+        with mosaic_utils.when(condition.value):
+            body()
+
+    def branch(self, condition: Predicate, carry: Sequence, body: Callable[[list], list]) -> list:
+        """`body(carry)` where the condition holds (the same in all lanes of a warp), else `carry`."""
+        kinds = [type(x) for x in carry]
+        op = scf.IfOp(condition.value, [x.value.type for x in carry], has_else=True)
+        with ir.InsertionPoint(op.then_block):
+            scf.YieldOp([x.value for x in body(list(carry))])
+        with ir.InsertionPoint(op.else_block):
+            scf.YieldOp([x.value for x in carry])
+        return [kind(x) for kind, x in zip(kinds, op.results)]
+
+
+def _store_form(count: int, offset: int) -> str:
+    values = {1: "b32 [{a}], $1;", 2: "v2.b32 [{a}], {{$1,$2}};", 4: "v4.b32 [{a}], {{$1,$2,$3,$4}};"}
+    return values[count].format(a=f"$0+{offset}")

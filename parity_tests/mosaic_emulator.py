@@ -1,0 +1,387 @@
+"""A register machine in NumPy: runs the bodies of the Mosaic GPU kernels on a CPU, thread by thread.
+
+It has the methods of `oscar_jax.pallas.registers.MosaicMachine`, but executes them at once for the 128
+threads of one block, as arrays of 128 registers. The warp instructions follow the fragment layouts of the PTX
+manual, copies arrive only when they are waited for, and memory outside an array or never written is an error
+or poison. What it cannot check is the hardware itself and races between warps.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+THREADS, LANES, WARPS = 128, 32, 4
+_LANE = np.arange(THREADS) % LANES
+_WARP = np.arange(THREADS) // LANES
+_ROW, _COLUMN = _LANE >> 2, _LANE & 3
+POISON = 0x7FC1_7FC1  # NaN as float32, as two bf16 and as two float16
+
+
+def _bits(x: Any) -> np.ndarray:
+    """Any integer as 128 unsigned 32-bit registers."""
+    if isinstance(x, Int):
+        return x.value
+    return np.broadcast_to(np.asarray(x, np.int64) & 0xFFFFFFFF, (THREADS,)).astype(np.uint32)
+
+
+class Int:
+    def __init__(self, value: Any):
+        self.value = _bits(value)
+
+    @property
+    def signed(self) -> np.ndarray:
+        return self.value.view(np.int32).astype(np.int64)
+
+    def __add__(self, o):
+        return Int(self.value + _bits(o))
+
+    def __sub__(self, o):
+        return Int(self.value - _bits(o))
+
+    def __rsub__(self, o):
+        return Int(_bits(o) - self.value)
+
+    def __mul__(self, o):
+        return Int(self.value * _bits(o))
+
+    def __and__(self, o):
+        return Int(self.value & _bits(o))
+
+    def __or__(self, o):
+        return Int(self.value | _bits(o))
+
+    def __xor__(self, o):
+        return Int(self.value ^ _bits(o))
+
+    def __lshift__(self, o):
+        return Int(self.value << _bits(o))
+
+    def __rshift__(self, o):
+        return Int(self.value >> _bits(o))
+
+    def sar(self, n):
+        return Int(self.signed >> _bits(n).astype(np.int64))
+
+    def udiv(self, o):
+        return Int(self.value // _bits(o))
+
+    def umod(self, o):
+        return Int(self.value % _bits(o))
+
+    def min(self, o):
+        return Int(np.minimum(self.signed, Int(o).signed))
+
+    def max(self, o):
+        return Int(np.maximum(self.signed, Int(o).signed))
+
+    def lt(self, o):
+        return Predicate(self.signed < Int(o).signed)
+
+    def ge(self, o):
+        return Predicate(self.signed >= Int(o).signed)
+
+    def eq(self, o):
+        return Predicate(self.value == _bits(o))
+
+    def ne(self, o):
+        return Predicate(self.value != _bits(o))
+
+    def as_float(self):
+        return Float(self.value.view(np.float32))
+
+    def to_float(self):
+        return Float(self.signed.astype(np.float32))
+
+    __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
+
+
+class Float:
+    def __init__(self, value: Any):
+        value = value.value if isinstance(value, Float) else value
+        self.value = np.broadcast_to(np.asarray(value, np.float32), (THREADS,))
+
+    def __add__(self, o):
+        return Float(self.value + Float(o).value)
+
+    def __sub__(self, o):
+        return Float(self.value - Float(o).value)
+
+    def __mul__(self, o):
+        return Float(self.value * Float(o).value)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def fma(self, factor, addend):
+        product = self.value.astype(np.float64) * Float(factor).value
+        return Float((product + Float(addend).value).astype(np.float32))
+
+    def max(self, o):
+        return Float(np.fmax(self.value, Float(o).value))
+
+    def min(self, o):
+        return Float(np.fmin(self.value, Float(o).value))
+
+    def abs(self):
+        return Float(np.abs(self.value))
+
+    def exp2(self):
+        return Float(np.exp2(self.value))
+
+    def log2(self):
+        return Float(np.log2(self.value))
+
+    def reciprocal(self):
+        return Float(np.float32(1) / self.value)
+
+    def gt(self, o):
+        return Predicate(self.value > Float(o).value)
+
+    def as_int(self):
+        return Int(np.ascontiguousarray(self.value).view(np.uint32))
+
+    def floor_to_int(self):
+        return Int(np.floor(self.value).astype(np.int64))
+
+    def round_to_int(self):
+        return Int(np.rint(self.value).astype(np.int64))
+
+    def bfloat16_bits(self):
+        return Int(self.value.astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+class Predicate:
+    def __init__(self, value: np.ndarray):
+        self.value = np.broadcast_to(np.asarray(value, bool), (THREADS,))
+
+    def __and__(self, o):
+        return Predicate(self.value & o.value)
+
+    def __or__(self, o):
+        return Predicate(self.value | o.value)
+
+    def to_int(self):
+        return Int(self.value.astype(np.int64))
+
+
+class Pointer:
+    """A byte offset per thread into the bytes of one array."""
+
+    def __init__(self, memory: np.ndarray, offset: np.ndarray):
+        self.memory, self.offset = memory, offset
+
+    def at(self, index, stride=1):
+        step = _bits(index).astype(np.int64) * _bits(stride).astype(np.int64)
+        return Pointer(self.memory, self.offset + step)
+
+
+class Machine:
+    """Executes a kernel body for one block. Arrays are NumPy; outputs are written in place."""
+
+    Int, Float = Int, Float
+
+    def __init__(self, shared_bytes: int):
+        self.thread, self.lane, self.warp = Int(np.arange(THREADS)), Int(_LANE), Int(_WARP)
+        self.shared_base = Int(0)
+        self.shared = np.full(-(-shared_bytes // 4), POISON, np.uint32).view(np.uint8)
+        self._active = np.ones(THREADS, bool)
+        self._groups: list[list[list]] = [[] for _ in range(THREADS)]  # per thread: committed groups
+        self._open: list[list] = [[] for _ in range(THREADS)]
+
+    # ---- values
+    def select(self, condition, yes, no):
+        if isinstance(yes, Float) or isinstance(no, Float):
+            return Float(np.where(condition.value, Float(yes).value, Float(no).value))
+        return Int(np.where(condition.value, _bits(yes), _bits(no)))
+
+    def select_pointer(self, condition, yes, no):
+        return _PointerChoice(condition.value, yes, no)
+
+    def pack_float16(self, low, high):
+        with np.errstate(over="ignore"):
+            return _pack(low.value.astype(np.float16), high.value.astype(np.float16))
+
+    def pack_bfloat16(self, low, high):
+        return _pack(low.value.astype(ml_dtypes.bfloat16), high.value.astype(ml_dtypes.bfloat16))
+
+    def max_u16x2(self, a, b):
+        halves = np.maximum(
+            np.ascontiguousarray(a.value).view(np.uint16), np.ascontiguousarray(b.value).view(np.uint16)
+        )
+        return Int(halves.view(np.uint32))
+
+    def gather_bytes(self, a, b, selector):
+        source = np.stack([a.value, b.value], -1).copy().view(np.uint8).reshape(THREADS, 8)
+        chosen = source[:, [(selector >> (4 * i)) & 7 for i in range(4)]]
+        return Int(np.ascontiguousarray(chosen).view(np.uint32)[:, 0])
+
+    # ---- warp instructions
+    def mma_s8(self, a, b, c, unsigned_a=False):
+        return [Int(x) for x in _mma(a, b, [x.signed for x in c], np.uint8 if unsigned_a else np.int8, np.int8)]
+
+    def mma_f16(self, a, b, c, bfloat16=False):
+        kind = ml_dtypes.bfloat16 if bfloat16 else np.float16
+        return [Float(x) for x in _mma(a, b, [x.value for x in c], kind, kind)]
+
+    def transpose_8x8(self, word):
+        halves = np.ascontiguousarray(word.value).view(np.uint16).reshape(WARPS, 8, 8)
+        return Int(np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1))
+
+    def shuffle_xor(self, x, distance):
+        source = np.arange(THREADS) ^ distance
+        return type(x)(x.value[source])
+
+    def shuffle(self, x, source):
+        return type(x)(x.value[(_WARP * LANES + source.signed) % THREADS])
+
+    def any_lane(self, condition):
+        return Predicate(np.repeat(condition.value.reshape(WARPS, LANES).any(1), LANES))
+
+    # ---- memory
+    def pointer(self, array: np.ndarray) -> Pointer:
+        return Pointer(array.reshape(-1).view(np.uint8), np.zeros(THREADS, np.int64))
+
+    def load_global(self, pointer, count=1, offset=0):
+        assert (pointer.offset[self._active] + offset >= 0).all()
+        return self._load(pointer.memory, pointer.offset + offset, count)
+
+    def store_global(self, pointer, words, offset=0):
+        self._store(pointer.memory, pointer.offset + offset, words)
+
+    def store_global_u16(self, pointer, bits, offset=0):
+        for t in np.flatnonzero(self._active):
+            at = pointer.offset[t] + offset
+            assert 0 <= at <= pointer.memory.size - 2 and at % 2 == 0
+            pointer.memory[at : at + 2] = bits.value[t : t + 1].astype(np.uint16).view(np.uint8)
+
+    def load_shared(self, address, count=1, offset=0):
+        return self._load(self.shared, address.signed + offset, count)
+
+    def store_shared(self, address, words, offset=0):
+        self._store(self.shared, address.signed + offset, words)
+
+    def load_matrices(self, address, offset=0):
+        at = (address.signed + offset).reshape(WARPS, 4, 8)
+        assert (at % 16 == 0).all() and at.min() >= 0 and at.max() <= self.shared.size - 16
+        rows = self.shared[at[..., None] + np.arange(16)].view(np.uint32)  # [warp, matrix, row, word]
+        return [Int(rows[:, i].reshape(-1)) for i in range(4)]
+
+    def copy_async(self, address, pointer, shared_offset=0, global_offset=0):
+        for t in np.flatnonzero(self._active):
+            memory, offset = pointer.of(t) if isinstance(pointer, _PointerChoice) else (pointer.memory, pointer.offset[t])
+            source, target = int(offset + global_offset), int(address.signed[t] + shared_offset)
+            assert 0 <= source <= memory.size - 16 and source % 16 == 0
+            assert 0 <= target <= self.shared.size - 16 and target % 16 == 0
+            self.shared[target : target + 16].view(np.uint32)[:] = POISON  # until it has arrived
+            self._open[t].append((target, memory[source : source + 16].copy()))
+
+    def commit_copies(self):
+        for t in np.flatnonzero(self._active):
+            self._groups[t].append(self._open[t])
+            self._open[t] = []
+
+    def wait_copies(self, newest_allowed):
+        for t in np.flatnonzero(self._active):
+            done = max(0, len(self._groups[t]) - newest_allowed)
+            for group in self._groups[t][:done]:
+                for target, data in group:
+                    self.shared[target : target + 16] = data
+            self._groups[t] = self._groups[t][done:]
+
+    def sync_warp(self):
+        pass
+
+    def sync_block(self):
+        pass
+
+    # ---- control flow
+    def loop(self, count, carry, body: Callable[[list], list]):
+        carry = list(carry)
+        outer = self._active
+        for step in range(int(max(count.signed[outer].max(initial=0), 0))):
+            self._active = outer & (count.signed > step)
+            self._uniform()
+            new = body(list(carry))
+            carry = [self.select(Predicate(self._active), x, old) for x, old in zip(new, carry)]
+        self._active = outer
+        return carry
+
+    def when(self, condition, body: Callable[[], None]):
+        outer = self._active
+        self._active = outer & condition.value
+        if self._active.any():
+            body()
+        self._active = outer
+
+    def branch(self, condition, carry: Sequence, body: Callable[[list], list]):
+        outer = self._active
+        self._active = outer & condition.value
+        self._uniform()
+        carry = list(carry)
+        if self._active.any():
+            new = body(list(carry))
+            carry = [self.select(Predicate(self._active), x, old) for x, old in zip(new, carry)]
+        self._active = outer
+        return carry
+
+    def _uniform(self):
+        by_warp = self._active.reshape(WARPS, LANES)
+        assert (by_warp.all(1) | ~by_warp.any(1)).all(), "a branch divides a warp"
+
+    def _load(self, memory, at, count):
+        at = np.where(self._active, at, 0)
+        assert at.min() >= 0 and at.max() <= memory.size - 4 * count and (at % (4 * count) == 0).all()
+        words = memory[at[:, None] + np.arange(4 * count)].view(np.uint32)
+        return [Int(np.where(self._active, words[:, i], np.uint32(POISON))) for i in range(count)]
+
+    def _store(self, memory, at, words):
+        live = np.flatnonzero(self._active)
+        size = 4 * len(words)
+        assert (at[live] >= 0).all() and (at[live] <= memory.size - size).all() and (at[live] % size == 0).all()
+        data = np.stack([x.value for x in words], -1)[live]
+        memory[at[live][:, None] + np.arange(size)] = np.ascontiguousarray(data).view(np.uint8)
+
+
+class _PointerChoice:
+    """A pointer into one of several arrays, by thread."""
+
+    def __init__(self, condition, yes, no):
+        self.condition, self.yes, self.no = condition, yes, no
+
+    def at(self, index, stride=1):
+        return _PointerChoice(self.condition, self.yes.at(index, stride), self.no.at(index, stride))
+
+    def of(self, t):
+        side = self.yes if self.condition[t] else self.no
+        return side.of(t) if isinstance(side, _PointerChoice) else (side.memory, side.offset[t])
+
+
+def _pack(low: np.ndarray, high: np.ndarray) -> Int:
+    return Int(low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << 16)
+
+
+def _mma(a, b, c, kind_a, kind_b) -> list[np.ndarray]:
+    """c[16, 8] + a[16, K] @ b[K, 8] for every warp; K = 32 bytes or 16 halves of a register row.
+
+    a: registers (row g, first half of K), (row g+8, first), (g, second), (g+8, second); lane 4g + c holds
+    elements 4/size * c ... of a half. b: (first half, column g), (second half, column g). c: (g, 2c),
+    (g, 2c+1), (g+8, 2c), (g+8, 2c+1).
+    """
+    per = 4 // np.dtype(kind_a).itemsize
+
+    def elements(word, kind):
+        out = np.ascontiguousarray(word.value).view(kind).reshape(WARPS, 8, 4 * per)
+        return out.astype(np.float64)
+
+    left = np.zeros((WARPS, 16, 8 * per))
+    for i, word in enumerate(a):
+        rows, half = slice(8 * (i & 1), 8 * (i & 1) + 8), slice(4 * per * (i >> 1), 4 * per * (i >> 1) + 4 * per)
+        left[:, rows, half] = elements(word, kind_a)
+    right = np.concatenate([elements(word, kind_b) for word in b], -1)  # [warp, column, K]
+    product = left @ right.swapaxes(1, 2)  # exact in float64
+    out = []
+    for i, x in enumerate(c):
+        row, column = _ROW + 8 * (i >> 1), 2 * _COLUMN + (i & 1)
+        out.append(product[_WARP, row, column] + x)
+    return [x.astype(np.int64) if np.dtype(kind_a).itemsize == 1 else x.astype(np.float32) for x in out]
