@@ -254,7 +254,7 @@ def _flush_kernel(
     source = tl.load(source_ptr + tl.program_id(1)).to(tl.int64)
     target = tl.load(destination_ptr + tl.program_id(1)).to(tl.int64)
     row0 = (tl.program_id(2) // 2) * ROWS
-    if target >= 0:
+    if target > 0:
         if tl.program_id(2) % 2 == 0:
             _flush_role(
                 window_key_ptr, source, target, head, key_transform_ptr, key_multiplier_ptr,
@@ -284,16 +284,22 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def _rotation_stride(rotation_heads: int, num_heads: int) -> int:
+def rotation_stride(rotation_heads: int, num_heads: int) -> int:
+    """0 where one rotation serves all heads, 1 where every head has its own."""
     if rotation_heads not in (1, num_heads):
         raise ShapeError(f"rotation has {rotation_heads} heads, allowed: 1 or {num_heads}")
     return 0 if rotation_heads == 1 else 1
 
 
-def _check_device(tensor: torch.Tensor) -> None:
+def check_device(tensor: torch.Tensor, capability: int = 8) -> None:
     """Raises NotImplementedError unless compiled Triton (or its interpreter) can reach the tensor."""
-    if tensor.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret and tensor.device.type == "cpu":
+        return
+    if tensor.device.type != "cuda":
         raise NotImplementedError(f"Triton kernels need a CUDA tensor, got device {tensor.device}")
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    if major < capability:
+        raise NotImplementedError(f"compute capability {major}.{minor}, needed: {capability}.0 or newer")
 
 
 def _quantize_pages(
@@ -305,8 +311,8 @@ def _quantize_pages(
         raise DTypeError(f"transform is {transform.dtype}, needed: torch.int16")
     num_pages, _, heads, head_dim = rows.shape
     tiles = _tiles(head_dim)
-    stride_rotation = _rotation_stride(transform.shape[0], heads)
-    _check_device(rows)
+    stride_rotation = rotation_stride(transform.shape[0], heads)
+    check_device(rows)
     rows = rows.to(torch.bfloat16)
     if rows.stride(3) != 1:
         rows = rows.contiguous()
@@ -362,20 +368,37 @@ def quantize_value_pages(
     return _quantize_pages(rows, transform, multiplier, mean)[:2]
 
 
+def quantize_page_pair(key_pages: torch.Tensor, value_pages: torch.Tensor, rotation) -> dict[str, torch.Tensor]:
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    key_codes, key_scale, key_page_mean = quantize_key_pages(
+        key_pages, rotation.key_transform, rotation.key_multiplier
+    )
+    value_codes, value_scale = quantize_value_pages(
+        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+    )
+    return {
+        "key_codes": key_codes,
+        "value_codes": value_codes,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "key_page_mean": key_page_mean,
+    }
+
+
 def flush_pages(cache, rotation, source_pages: torch.Tensor, destination_pages: torch.Tensor) -> None:
     """Quantize window pages into INT2 pages of the same cache, keys and values, all in one launch.
 
-    source_pages int32 [F]: physical window pages; destination_pages int32 [F]: physical INT2 pages, a
-    negative one leaves the cache as it is. F is the batch in a decode step and any count in a prefill.
+    source_pages int32 [F]: physical window pages; destination_pages int32 [F]: physical INT2 pages, where 0
+    (the reserved page) leaves the cache as it is. F is any count: the batch, or all pages of a prefill.
     Writes key_codes, value_codes, key_scale, value_scale and key_page_mean of `cache` in place. No host
     synchronization. Raises NotImplementedError (device), ShapeError. Format page, sections 2 and 4.
     """
     _, heads, _, head_dim = cache.window_key.shape
     tiles = _tiles(head_dim)
-    stride_rotation = _rotation_stride(rotation.key_transform.shape[0], heads)
+    stride_rotation = rotation_stride(rotation.key_transform.shape[0], heads)
     if source_pages.shape != destination_pages.shape:
         raise ShapeError(f"{source_pages.shape} source pages for {destination_pages.shape} destinations")
-    _check_device(cache.window_key)
+    check_device(cache.window_key)
     blocks = fmt.PAGE_TOKENS // tiles["ROWS"]
     _flush_kernel[(heads, source_pages.shape[0], 2 * blocks)](
         source_pages, destination_pages, _bits(cache.window_key), _bits(cache.window_value),
