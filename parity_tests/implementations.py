@@ -309,7 +309,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 class PackageCache:
-    """One layer's cache of either package, with NumPy on the outside and bf16 as bits."""
+    """One layer's cache of either package, with NumPy on the outside and bf16 as bits.
+
+    `settings` are sink_tokens and recent_tokens of the configuration, and what the allocation takes.
+    """
 
     def __init__(
         self,
@@ -320,6 +323,7 @@ class PackageCache:
         device: str = "cpu",
         query_heads: int | None = None,
         heads: int | None = None,
+        dense: bool = False,
         **settings: Any,
     ):
         heads = heads or len(rotation["key_transform"])
@@ -333,7 +337,8 @@ class PackageCache:
         self.module = framework.module("cache")
         with framework.device_context(device):
             self.rotation = framework.layer_rotation(rotation, device)
-            self.cache = self.module.allocate_layer_cache(self.config, batch, max_length, **settings)
+            allocate = self.module.allocate_dense_cache if dense else self.module.allocate_layer_cache
+            self.cache = allocate(self.config, batch, max_length, **settings)
 
     def append(
         self, key: np.ndarray, value: np.ndarray, new_lengths: Any, compiled: bool = True
@@ -392,6 +397,49 @@ class PackageCache:
         with self.framework.device_context(self.device):
             key, value = self.module.read_layer_cache(self.cache, self.rotation, index)
         return self.framework.numpy(key), self.framework.numpy(value)
+
+    def _attention(self, module: str, name: str, arrays: list[Any], options: dict[str, Any]) -> Any:
+        """Calls an attention function with cache and rotation after `arrays`.
+
+        The window is an array like the rest, so that JAX compiles once for all windows.
+        """
+        with self.framework.device_context(self.device):
+            static = [option for option in ("scale", "implementation") if option in options]
+            run = self.framework.compiled(getattr(self.framework.module(module), name), *static)
+            for option in ("sink_logits", "new_lengths", "sliding_window"):
+                if options.get(option) is not None:
+                    options[option] = self.framework.array(np.asarray(options[option]), self.device)
+            return run(*arrays, self.cache, self.rotation, **options)
+
+    def decode_attention(self, query: np.ndarray, *, module: str = "attention", **options: Any) -> np.ndarray:
+        """`decode_attention` of `module` ("attention" or "ops"): float32 query [B, N, D] -> [B, N, D]."""
+        arrays = [self.framework.array(query, self.device)]
+        return self.framework.numpy(self._attention(module, "decode_attention", arrays, options))
+
+    def _rows(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> list[Any]:
+        return [
+            self.framework.array(query, self.device),
+            self.framework.bfloat16(key, self.device),
+            self.framework.bfloat16(value, self.device),
+        ]
+
+    def chunk_attention(
+        self,
+        query: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        *,
+        module: str = "attention",
+        **options: Any,
+    ) -> np.ndarray:
+        """`chunk_attention`: query float32 [B, T, N, D], rows as bf16 bits [B, T, K, D] -> [B, T, N, D]."""
+        arrays = self._rows(query, key, value)
+        return self.framework.numpy(self._attention(module, "chunk_attention", arrays, options))
+
+    def attend(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) -> np.ndarray:
+        """`ops.attend`: attends and stores the rows; float32 [B, T, N, D]."""
+        out, self.cache = self._attention("ops", "attend", self._rows(query, key, value), options)
+        return self.framework.numpy(out)
 
 
 PAGE_FIELDS = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean")

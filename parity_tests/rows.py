@@ -232,6 +232,13 @@ def skewed_transform(rng: np.random.Generator, heads: int, head_dim: int) -> np.
     return fixed_point(matrix / np.linalg.norm(matrix, axis=1, keepdims=True))
 
 
+def channel_balanced_transform(rng: np.random.Generator, heads: int, head_dim: int) -> np.ndarray:
+    """diag(a) H with columns of norm 1: not orthogonal, yet well conditioned, as fitted bases are."""
+    weight = np.exp(rng.normal(0, 0.5, (heads, head_dim, 1)))
+    matrix = weight * hadamard_matrix(head_dim)
+    return fixed_point(matrix / np.linalg.norm(matrix, axis=1, keepdims=True))
+
+
 def coherent_transform(rng: np.random.Generator, heads: int, head_dim: int) -> np.ndarray:
     """Nearly rank one: all columns almost equal, the largest |Y| and s that columns of norm 1 allow."""
     matrix = 1 + 0.05 * rng.normal(0, 1, (heads, head_dim, head_dim))
@@ -243,6 +250,7 @@ TRANSFORMS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
     "hadamard": hadamard_transform,
     "orthogonal": orthogonal_transform,
     "skewed": skewed_transform,
+    "channel_balanced": channel_balanced_transform,
     "coherent": coherent_transform,
 }
 
