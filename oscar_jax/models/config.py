@@ -49,7 +49,7 @@ _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1/sqrt(head
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer: channel i pairs with i + D/2 ("neox"), the whole head is rotated.
+    """Rotary embedding of one kind of layer: channel i pairs with i + D/2 ("neox"), over the whole head.
 
     The angle of pair i at position p is p * theta**(-2i/D) / divisors[i]. Linear scaling has equal divisors;
     Llama 3 scaling (and its GGUF form, the tensor `rope_freqs`) has one per pair. None means all ones.
@@ -111,8 +111,8 @@ class ModelConfig:
             )
         if self.num_layers < 1 or self.vocab_size < 1 or self.hidden_size < 1 or self.intermediate_size < 1:
             raise ConfigError(
-                f"layers, vocabulary and widths must be positive, got {self.num_layers} layers, "
-                f"vocabulary {self.vocab_size}, hidden {self.hidden_size}, intermediate {self.intermediate_size}"
+                f"layers, vocabulary and widths must be positive: {self.num_layers} layers, vocabulary "
+                f"{self.vocab_size}, hidden {self.hidden_size}, intermediate {self.intermediate_size}"
             )
         if len(self.layer_windows) != self.num_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
@@ -130,14 +130,14 @@ class ModelConfig:
 
 
 def family_of(architecture: str) -> str:
-    """Family of a GGUF architecture or Hugging Face model_type; raises ConfigError naming what is supported."""
+    """Family of a GGUF architecture or Hugging Face model_type; ConfigError names what is supported."""
     if architecture not in _ALIASES:
         raise ConfigError(f"architecture {architecture!r} is not supported, allowed: {', '.join(_ALIASES)}")
     return _ALIASES[architecture]
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
-    """ModelConfig of a Hugging Face checkpoint directory; raises CheckpointError if config.json is unreadable."""
+    """ModelConfig of a Hugging Face directory; raises CheckpointError if config.json is unreadable."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text())

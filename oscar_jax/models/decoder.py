@@ -1,6 +1,6 @@
 """The decoder family: Qwen 2/2.5, Qwen 3, Llama 3 and Gemma 3 text, one Flax NNX module tree for all.
 
-A layer is  x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))  with the bracketed norms only in Gemma.
+A layer is  x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))  with the bracketed norms in Gemma.
 How queries meet keys is not decided here: the decoder computes query, key and value rows and calls an
 `Attention` strategy, so that exact, cached, fake-quantized and statistics-collecting attention are plug-ins.
 
@@ -8,6 +8,7 @@ Module names follow the Hugging Face tensor names; kernels are [in, out]. Axes: 
 vocabulary, H hidden, N query heads, K key/value heads, D head_dim.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ class Attention(Protocol):
       layer   Python int, 0-based index in the model (global; also for windowed layers).
       query   [B, T, N, D], key and value [B, T, K, D], in the model's compute dtype. Query and key are final:
               after projection bias, QK-norm and RoPE at the rows' absolute positions, not yet multiplied by
-              `config.attention_scale`. Rounded to bfloat16, key and value are exactly the rows a cache stores.
+              `config.attention_scale`. Rounded to bfloat16, key and value are the rows a cache stores.
               Query head n reads key/value head n // (N // K). Row t of sequence b is token `positions[b, t]`.
       state   whatever the caller put at `states[layer]` (None without states): a cache, running sums, ...
       out     [B, T, N, D], any float dtype; cast to the compute dtype before the output projection.
@@ -48,7 +49,7 @@ class Attention(Protocol):
 
 
 class CausalAttention:
-    """Exact causal attention over the T rows of the call themselves, without a cache; the state passes through.
+    """Exact causal attention over the T rows of the call, without a cache; the state passes through.
 
     Scores and softmax in float32. The causal and window masks count rows, not positions; padding belongs on
     the right. Memory for scores is bounded by `B * N * 512 * T` floats.
@@ -82,13 +83,14 @@ class CapturingAttention:
         return out, (state, (query, key, value))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window"))
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
 ) -> jax.Array:
     """Causal softmax attention in float32, query blocks of 512 one after the other.
 
-    query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`. Returns float32
-    [B, T, N, D].
+    query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`. Returns
+    float32 [B, T, N, D].
     """
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -113,7 +115,7 @@ def causal_attention(
 
 
 def apply_rope(rows: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
-    """Rotates channel pairs (i, i + D/2) of rows [B, T, heads, D] by their positions [B, T]; float32 inside."""
+    """Rotates channel pairs (i, i + D/2) of rows [B, T, heads, D] by positions [B, T]; float32 inside."""
     frequencies = jnp.asarray(rope.inverse_frequencies(rows.shape[-1]))
     angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, D/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -245,7 +247,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         attention: Attention | None = None,
     ) -> tuple[jax.Array, list[Any]]:
-        """Logits float32 [B, T, V] of tokens int32 [B, T], and the layers' new states; see `hidden_states`."""
+        """Logits float32 [B, T, V] of tokens int32 [B, T], and the new states; see `hidden_states`."""
         hidden, states = self.hidden_states(tokens, states, positions=positions, attention=attention)
         return self.logits(hidden), states
 
