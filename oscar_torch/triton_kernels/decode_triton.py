@@ -160,6 +160,112 @@ def _window_page(index, history, window_table_ptr, SINK_PAGES: tl.constexpr, REC
 
 
 @triton.jit
+def _history_split(
+    rotated_ptr, page_score_ptr, value_max_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
+    page_table_ptr, history, oldest, blocks, slot, head, split, out_rows, o_ptr, lse_ptr,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, SINK_PAGES: tl.constexpr, SLIDING: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Flash attention over one split of the INT2 pages. page_score_ptr and value_max_ptr are at the slot."""
+    rows = tl.arange(0, ROWS)
+    channels = tl.arange(0, DP)
+    tokens = tl.arange(0, PAGE)
+    first = tl.minimum(tl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
+    low, high = _split_range(first, history, split, SPLITS)
+    mask = (channels < D)[:, None] & (rows < G)[None, :]
+    q = tl.load(rotated_ptr + (slot * G + rows)[None, :] * D + channels[:, None], mask=mask, other=0.0)
+    largest = tl.max(tl.abs(q), 0)
+    unit = tl.where(largest > 0, largest, 1.0) * (1.0 / 1024)
+    q = (q / unit[None, :]).to(tl.float16)
+    query_sum = 1.5 * tl.sum(q.to(tl.float32), 0)
+    value_unit = _value_unit(value_max_ptr, blocks, BLOCKS) * (1.0 / 1024)
+    word = tl.arange(0, DP // 16)
+    shift = 2 * tl.arange(0, 16)
+    token_word = tl.arange(0, PAGE // 16)
+    m = tl.full((ROWS,), -1e30, tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    weight_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((DP, ROWS), tl.float32)
+    for page in range(low, high):
+        physical = tl.load(page_table_ptr + page).to(tl.int64) * K + head
+        word_mask = (tokens >= 0)[:, None] & (word < D // 16)[None, :]
+        offset = physical * (PAGE * D // 16)
+        key_words = tl.load(
+            key_codes_ptr + offset + tokens[:, None] * (D // 16) + word[None, :], mask=word_mask, other=0
+        )
+        channel_mask = (channels < D)[:, None] & (token_word >= 0)[None, :]
+        value_words = tl.load(
+            value_codes_ptr + offset + channels[:, None] * (PAGE // 16) + token_word[None, :],
+            mask=channel_mask, other=0,
+        )  # fmt: skip
+        key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + tokens))
+        value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + tokens))
+        page_score = tl.load(
+            page_score_ptr + page * GP + rows, mask=rows < G, other=0.0
+        )
+        codes = ((key_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
+        codes = tl.reshape(codes.to(tl.float16, bitcast=True), (PAGE, DP))
+        score = tl.dot(codes, q) * CODE_UNIT - query_sum[None, :]
+        score = score * key_scale[:, None] * unit[None, :] + page_score[None, :]
+        if SLIDING:
+            visible = (SINK_PAGES + page) * PAGE + tokens >= oldest
+            score = tl.where(visible[:, None], score, -1e30)
+        m_new = tl.maximum(m, tl.max(score, 0))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[None, :])
+        if SLIDING:
+            p = tl.where(visible[:, None], p, 0.0)
+        weight = p * (value_scale / value_unit)[:, None]
+        l = l * alpha + tl.sum(p, 0)
+        weight_sum = weight_sum * alpha + tl.sum(weight, 0)
+        codes = ((value_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
+        codes = tl.reshape(codes.to(tl.float16, bitcast=True), (DP, PAGE))
+        acc = tl.dot(codes, weight.to(tl.float16), acc=acc * alpha[None, :])
+        m = m_new
+    safe = tl.where(l > 0, l, 1.0)
+    o = (acc * CODE_UNIT - 1.5 * weight_sum[None, :]) * (value_unit / safe)[None, :]
+    mask = (channels < D)[:, None] & (rows < G)[None, :]
+    tl.store(o_ptr + out_rows[None, :].to(tl.int64) * D + channels[:, None], o, mask=mask)
+    tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
+
+
+@triton.jit
+def _window_split(
+    query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
+    index, slot, head, out_rows, o_ptr, lse_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Attention over BF16 page `index` of the window."""
+    rows = tl.arange(0, ROWS)
+    channels = tl.arange(0, DP)
+    tokens = tl.arange(0, PAGE)
+    page, physical = _window_page(index, history, window_table_ptr, SINK_PAGES, RECENT_SLOTS)
+    token = page * PAGE + tokens
+    visible = (token < length) & (token >= oldest)
+    offset = (physical * K + head) * (PAGE * D)
+    mask = visible[:, None] & (channels < D)[None, :]
+    key = _widen(
+        tl.load(window_key_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
+    )
+    value = _widen(
+        tl.load(window_value_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
+    )
+    mask = (rows < G)[:, None] & (channels < D)[None, :]
+    q = tl.load(query_ptr + (slot * G + rows)[:, None] * D + channels[None, :], mask=mask, other=0.0)
+    score = tl.dot(q.to(tl.float32) * softmax_scale, tl.trans(key), input_precision="tf32x3")
+    score = tl.where(visible[None, :], score, -1e30)
+    m = tl.max(score, 1)
+    p = tl.where(visible[None, :], tl.exp2(score - m[:, None]), 0.0)
+    l = tl.sum(p, 1)
+    safe = tl.where(l > 0, l, 1.0)
+    o = tl.dot(p, value, input_precision="tf32x3") / safe[:, None]
+    tl.store(o_ptr + out_rows[:, None].to(tl.int64) * D + channels[None, :], o, mask=mask)
+    tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
+
+
+@triton.jit
 def _stage_kernel(
     query_ptr, rotated_ptr, page_score_ptr, value_max_ptr,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, window_key_ptr, window_value_ptr,
@@ -174,96 +280,24 @@ def _stage_kernel(
     head = tl.program_id(1)
     b = tl.program_id(2)
     slot = b * K + head
-    total: tl.constexpr = SPLITS + SINK_PAGES + RECENT_SLOTS
-    rows = tl.arange(0, ROWS)
-    channels = tl.arange(0, DP)
-    tokens = tl.arange(0, PAGE)
     length = tl.load(lengths_ptr + b)
     history = tl.load(history_ptr + b)
     oldest = tl.maximum(length - sliding_window, 0) if SLIDING else 0
-    out_rows = (slot * G + rows) * total + split
+    out_rows = (slot * G + tl.arange(0, ROWS)) * (SPLITS + SINK_PAGES + RECENT_SLOTS) + split
     if split < SPLITS:
-        first = tl.minimum(tl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
-        low, high = _split_range(first, history, split, SPLITS)
-        mask = (channels < D)[:, None] & (rows < G)[None, :]
-        q = tl.load(rotated_ptr + (slot * G + rows)[None, :] * D + channels[:, None], mask=mask, other=0.0)
-        largest = tl.max(tl.abs(q), 0)
-        unit = tl.where(largest > 0, largest, 1.0) * (1.0 / 1024)
-        q = (q / unit[None, :]).to(tl.float16)
-        query_sum = 1.5 * tl.sum(q.to(tl.float32), 0)
-        value_unit = _value_unit(value_max_ptr + slot * blocks, blocks, BLOCKS) * (1.0 / 1024)
-        word = tl.arange(0, DP // 16)
-        shift = 2 * tl.arange(0, 16)
-        token_word = tl.arange(0, PAGE // 16)
-        m = tl.full((ROWS,), -1e30, tl.float32)
-        l = tl.zeros((ROWS,), tl.float32)
-        weight_sum = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((DP, ROWS), tl.float32)
-        for page in range(low, high):
-            physical = tl.load(page_table_ptr + b * stride_table + page).to(tl.int64) * K + head
-            mask = (tokens >= 0)[:, None] & (word < D // 16)[None, :]
-            offset = physical * (PAGE * D // 16)
-            key_words = tl.load(
-                key_codes_ptr + offset + tokens[:, None] * (D // 16) + word[None, :], mask=mask, other=0
-            )
-            mask = (channels < D)[:, None] & (token_word >= 0)[None, :]
-            value_words = tl.load(
-                value_codes_ptr + offset + channels[:, None] * (PAGE // 16) + token_word[None, :],
-                mask=mask, other=0,
-            )  # fmt: skip
-            key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + tokens))
-            value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + tokens))
-            page_score = tl.load(
-                page_score_ptr + (slot * stride_table + page) * GP + rows, mask=rows < G, other=0.0
-            )
-            codes = ((key_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-            codes = tl.reshape(codes.to(tl.float16, bitcast=True), (PAGE, DP))
-            score = tl.dot(codes, q) * CODE_UNIT - query_sum[None, :]
-            score = score * key_scale[:, None] * unit[None, :] + page_score[None, :]
-            if SLIDING:
-                visible = (SINK_PAGES + page) * PAGE + tokens >= oldest
-                score = tl.where(visible[:, None], score, -1e30)
-            m_new = tl.maximum(m, tl.max(score, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(score - m_new[None, :])
-            if SLIDING:
-                p = tl.where(visible[:, None], p, 0.0)
-            weight = p * (value_scale / value_unit)[:, None]
-            l = l * alpha + tl.sum(p, 0)
-            weight_sum = weight_sum * alpha + tl.sum(weight, 0)
-            codes = ((value_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-            codes = tl.reshape(codes.to(tl.float16, bitcast=True), (DP, PAGE))
-            acc = tl.dot(codes, weight.to(tl.float16), acc=acc * alpha[None, :])
-            m = m_new
-        safe = tl.where(l > 0, l, 1.0)
-        o = (acc * CODE_UNIT - 1.5 * weight_sum[None, :]) * (value_unit / safe)[None, :]
-        mask = (channels < D)[:, None] & (rows < G)[None, :]
-        tl.store(o_ptr + out_rows[None, :].to(tl.int64) * D + channels[:, None], o, mask=mask)
-        tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
+        _history_split(
+            rotated_ptr, page_score_ptr + slot * stride_table * GP, value_max_ptr + slot * blocks,
+            key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
+            page_table_ptr + b * stride_table, history, oldest, blocks, slot, head, split, out_rows,
+            o_ptr, lse_ptr, K, G, GP, D, DP, ROWS, SPLITS, SINK_PAGES, SLIDING, BLOCKS,
+        )  # fmt: skip
     else:
-        table = window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS)
-        page, physical = _window_page(split - SPLITS, history, table, SINK_PAGES, RECENT_SLOTS)
-        token = page * PAGE + tokens
-        visible = (token < length) & (token >= oldest)
-        offset = (physical * K + head) * (PAGE * D)
-        mask = visible[:, None] & (channels < D)[None, :]
-        key = _widen(
-            tl.load(window_key_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
-        )
-        value = _widen(
-            tl.load(window_value_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
-        )
-        mask = (rows < G)[:, None] & (channels < D)[None, :]
-        q = tl.load(query_ptr + (slot * G + rows)[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        score = tl.dot(q.to(tl.float32) * softmax_scale, tl.trans(key), input_precision="tf32x3")
-        score = tl.where(visible[None, :], score, -1e30)
-        m = tl.max(score, 1)
-        p = tl.where(visible[None, :], tl.exp2(score - m[:, None]), 0.0)
-        l = tl.sum(p, 1)
-        safe = tl.where(l > 0, l, 1.0)
-        o = tl.dot(p, value, input_precision="tf32x3") / safe[:, None]
-        tl.store(o_ptr + out_rows[:, None].to(tl.int64) * D + channels[None, :], o, mask=mask)
-        tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
+        _window_split(
+            query_ptr, window_key_ptr, window_value_ptr,
+            window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS), length, history, oldest, softmax_scale,
+            split - SPLITS, slot, head, out_rows, o_ptr, lse_ptr,
+            K, G, D, DP, ROWS, SINK_PAGES, RECENT_SLOTS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -296,14 +330,14 @@ def _merge_kernel(
     history = tl.zeros((HEADS, DP), tl.float32)
     window = tl.zeros((HEADS, DP), tl.float32)
     for start in range(0, TOTAL, STEP):
-        s = start + tl.arange(0, STEP)
-        mask = (s < TOTAL)[:, None] & (g < G)[None, :]
-        lse = tl.load(lse_ptr + row[None, :] * TOTAL + s[:, None], mask=mask, other=-float("inf"))
-        w = tl.exp2(lse - m[None, :]) / denominator[None, :]
-        mask = (w > 0)[:, :, None] & (channels < D)[None, None, :]
-        offset = (row[None, :] * TOTAL + s[:, None]).to(tl.int64)[:, :, None] * D + channels[None, None, :]
-        o = tl.load(o_ptr + offset, mask=mask, other=0.0) * w[:, :, None]
-        is_history = (s < SPLITS)[:, None, None]
+        i = start + tl.arange(0, STEP)
+        step_mask = (i < TOTAL)[:, None] & (g < G)[None, :]
+        step_lse = tl.load(lse_ptr + row[None, :] * TOTAL + i[:, None], mask=step_mask, other=-float("inf"))
+        w = tl.exp2(step_lse - m[None, :]) / denominator[None, :]
+        o_offset = (row[None, :] * TOTAL + i[:, None]).to(tl.int64)[:, :, None] * D + channels[None, None, :]
+        o_mask = (w > 0)[:, :, None] & (channels < D)[None, None, :]
+        o = tl.load(o_ptr + o_offset, mask=o_mask, other=0.0) * w[:, :, None]
+        is_history = (i < SPLITS)[:, None, None]
         history += tl.sum(tl.where(is_history, o, 0.0), 0)
         window += tl.sum(tl.where(is_history, 0.0, o), 0)
     mean = _widen(tl.load(value_mean_ptr + head * stride_rotation * D + channels, mask=channels < D, other=0))
@@ -319,10 +353,10 @@ def _merge_kernel(
         tl.debug_barrier()
         for chunk in range(0, D, CHUNK):
             c = chunk + tl.arange(0, CHUNK)
-            mask = (g < G)[:, None] & (c < D)[None, :]
-            part = tl.load(out_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0)
-            mask = (c < D)[:, None] & (channels < D)[None, :]
-            t = tl.load(transform_ptr + c[:, None] * D + channels[None, :], mask=mask, other=0.0)
+            part_mask = (g < G)[:, None] & (c < D)[None, :]
+            part = tl.load(out_ptr + row[:, None] * D + c[None, :], mask=part_mask, other=0.0)
+            chunk_mask = (c < D)[:, None] & (channels < D)[None, :]
+            t = tl.load(transform_ptr + c[:, None] * D + channels[None, :], mask=chunk_mask, other=0.0)
             out = tl.dot(part, t, acc=out, input_precision="tf32x3")
         tl.debug_barrier()
     tl.store(out_ptr + row[:, None] * D + channels[None, :], out, mask=out_mask)
