@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests.implementations import IMPLEMENTATIONS, Implementation
+from parity_tests.implementations import FRAMEWORKS, IMPLEMENTATIONS, Framework, Implementation
 
 # Several frameworks and test processes share the device and the processor.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -83,6 +83,15 @@ def _voices() -> list[Any]:
 def voice(request: pytest.FixtureRequest) -> Voice:
     """Every implementation on every device it knows; skipped with the reason where it cannot run."""
     reason = request.param.implementation.why_not(request.param.device)
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(params=FRAMEWORKS.values(), ids=list(FRAMEWORKS), scope="module")
+def framework(request: pytest.FixtureRequest) -> Framework:
+    """Both packages, on the CPU; skipped where the framework is not installed."""
+    reason = request.param.why_not("cpu")
     if reason:
         pytest.skip(reason)
     return request.param

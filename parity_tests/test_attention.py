@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parity_tests import oracle, rows
-from parity_tests.implementations import FRAMEWORKS, Framework, PackageCache
+from parity_tests.implementations import Framework, PackageCache
 
 HEADS, HEAD_DIM, TOKENS = 2, 64, 5
 LENGTHS = (1, 320, 500, 0)  # sink only; no history yet; history of two pages; empty
@@ -80,11 +80,6 @@ def check_chunk(case: Case, group: int, **options: Any) -> None:
         )
         expected = oracle.attention(query[b, :new], key, value, scale=SCALE, **options)
         assert_close(got[b, :new], expected)
-
-
-@pytest.fixture(params=FRAMEWORKS.values(), ids=FRAMEWORKS, scope="module")
-def framework(request: pytest.FixtureRequest) -> Framework:
-    return request.param
 
 
 @pytest.fixture(scope="module")

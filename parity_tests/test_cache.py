@@ -54,7 +54,9 @@ class Sequences:
 def make_sequences(lengths: tuple[int, ...], seed: int = 0, heads: int = HEADS) -> Sequences:
     rng = np.random.default_rng(seed)
     shape = (len(lengths), max(lengths), heads, HEAD_DIM)
-    key, value = (rows.normal_rows(rng, (shape[0] * shape[1], *shape[2:])).reshape(shape) for _ in range(2))
+    key, value = (
+        rows.normal_rows(rng, (shape[0] * shape[1], heads, HEAD_DIM)).reshape(shape) for _ in range(2)
+    )
     for b, length in enumerate(lengths):
         key[b, length:], value[b, length:] = NAN, NAN
     return Sequences(np.array(lengths, np.int32), key, value, rows.make_rotation(rng, heads, HEAD_DIM))
@@ -63,11 +65,6 @@ def make_sequences(lengths: tuple[int, ...], seed: int = 0, heads: int = HEADS) 
 @pytest.fixture(scope="module")
 def sequences() -> Sequences:
     return make_sequences(LENGTHS)
-
-
-@pytest.fixture(params=FRAMEWORKS.values(), ids=FRAMEWORKS, scope="module")
-def framework(request: pytest.FixtureRequest) -> Framework:
-    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +151,7 @@ class TestLayout:
         """Sink and recent sizes are settings; the layout follows from them."""
         lengths = (sink + recent - 1, sink + recent + 64, sink + recent + 200)
         data = make_sequences(lengths, seed=2)
-        settings = {"sink_tokens": sink, "recent_tokens": recent}
-        cache = PackageCache(framework, data.rotation, 3, 600, **settings)
+        cache = PackageCache(framework, data.rotation, 3, 600, sink_tokens=sink, recent_tokens=recent)
         data.append_to(cache, 50)
         for index, length in enumerate(lengths):
             assert_holds(cache, index, data.key[index, :length], data.value[index, :length])
@@ -233,6 +229,9 @@ class TestLayout:
 
 def test_packages_agree(sequences: Sequences) -> None:
     """Every array of the two caches is equal after the same calls, bit for bit, page tables included."""
+    for one in FRAMEWORKS.values():
+        if not one.installed():
+            pytest.skip(f"{one.name} is not installed")
     caches = [
         sequences.append_to(PackageCache(framework, sequences.rotation, len(LENGTHS), 1000), 100)
         for framework in FRAMEWORKS.values()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from parity_tests import oracle, rows
 from parity_tests.conformance import check_vectors, compare_outputs, run_implementation
 from parity_tests.conftest import Voice
-from parity_tests.implementations import FRAMEWORKS, Framework
+from parity_tests.implementations import Framework
 
 ROLES = ("key", "value")
 
@@ -141,7 +141,7 @@ class TestPages:
         result = voice.quantize_pages(vectors)
         expected = np.array([3, 0] + [2, 1] * 31)
         assert (result["codes"] == expected).all()
-        assert (result["scale"] == oracle.to_bfloat16(np.float32(0.515625))).all()
+        assert (result["scale"] == oracle.to_bfloat16(np.array(0.515625))).all()
         # sixteen equal codes c in a word: c * 0x55555555
         words = (expected.astype(np.uint32) * np.uint32(0x55555555)).view(np.int32)
         assert (result["words"] == words[None, None, :, None]).all()
@@ -154,7 +154,7 @@ class TestPages:
             deadline=None,
             database=None,
             derandomize=True,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow],
         )
         @given(
             role=st.sampled_from(ROLES),
@@ -249,7 +249,6 @@ class TestOracle:
         assert (mean[0, 0, 1::2] == 1.0).all()  # rounded once it would be 1 + 2**-7
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 class TestPackages:
     """The public functions of each package beyond whole pages."""
 
