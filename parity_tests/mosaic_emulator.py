@@ -1,7 +1,7 @@
 """A register machine in NumPy: runs the bodies of the Mosaic GPU kernels on a CPU, thread by thread.
 
-It has the methods of `oscar_jax.pallas.registers.MosaicMachine`, but executes them at once for the 128
-threads of one block, as arrays of 128 registers. The warp instructions follow the fragment layouts of the PTX
+It has the methods of `oscar_jax.pallas.registers.MosaicMachine`, but executes them at once for all
+threads of one block, as arrays with one register per thread. The warp instructions follow the fragment layouts of the PTX
 manual, copies arrive only when they are waited for, and memory outside an array or never written is an error
 or poison. What it cannot check is the hardware itself and races between warps.
 """
@@ -12,18 +12,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-THREADS, LANES, WARPS = 128, 32, 4
-_LANE = np.arange(THREADS) % LANES
-_WARP = np.arange(THREADS) // LANES
-_ROW, _COLUMN = _LANE >> 2, _LANE & 3
+LANES = 32
 POISON = 0x7FC1_7FC1  # NaN as float32, as two bf16 and as two float16
 
 
 def _bits(x: Any) -> np.ndarray:
-    """Any integer as 128 unsigned 32-bit registers."""
+    """Any integer as unsigned 32-bit registers: one per thread, or one for all."""
     if isinstance(x, Int):
         return x.value
-    return np.broadcast_to(np.asarray(x, np.int64) & 0xFFFFFFFF, (THREADS,)).astype(np.uint32)
+    return (np.atleast_1d(np.asarray(x, np.int64)) & 0xFFFFFFFF).astype(np.uint32)
 
 
 class Int:
@@ -100,7 +97,7 @@ class Int:
 class Float:
     def __init__(self, value: Any):
         value = value.value if isinstance(value, Float) else value
-        self.value = np.broadcast_to(np.asarray(value, np.float32), (THREADS,))
+        self.value = np.atleast_1d(np.asarray(value, np.float32))
 
     def __add__(self, o):
         return Float(self.value + Float(o).value)
@@ -153,7 +150,7 @@ class Float:
 
 class Predicate:
     def __init__(self, value: np.ndarray):
-        self.value = np.broadcast_to(np.asarray(value, bool), (THREADS,))
+        self.value = np.atleast_1d(np.asarray(value, bool))
 
     def __and__(self, o):
         return Predicate(self.value & o.value)
@@ -175,19 +172,24 @@ class Pointer:
         step = _bits(index).astype(np.int64) * _bits(stride).astype(np.int64)
         return Pointer(self.memory, self.offset + step)
 
+    def of(self, thread):
+        return self.memory, self.offset[thread if self.offset.size > 1 else 0]
+
 
 class Machine:
     """Executes a kernel body for one block. Arrays are NumPy; outputs are written in place."""
 
     Int, Float = Int, Float
 
-    def __init__(self, shared_bytes: int):
-        self.thread, self.lane, self.warp = Int(np.arange(THREADS)), Int(_LANE), Int(_WARP)
+    def __init__(self, shared_bytes: int, warps: int):
+        self.warps, self.threads = warps, warps * LANES
+        thread = np.arange(self.threads)
+        self.thread, self.lane, self.warp = Int(thread), Int(thread % LANES), Int(thread // LANES)
         self.shared_base = Int(0)
         self.shared = np.full(-(-shared_bytes // 4), POISON, np.uint32).view(np.uint8)
-        self._active = np.ones(THREADS, bool)
-        self._groups: list[list[list]] = [[] for _ in range(THREADS)]  # per thread: committed groups
-        self._open: list[list] = [[] for _ in range(THREADS)]
+        self._active = np.ones(self.threads, bool)
+        self._groups: list[list[list]] = [[] for _ in thread]  # per thread: committed groups
+        self._open: list[list] = [[] for _ in thread]
 
     # ---- values
     def select(self, condition, yes, no):
@@ -212,48 +214,49 @@ class Machine:
         return Int(halves.view(np.uint32))
 
     def gather_bytes(self, a, b, selector):
-        source = np.stack([a.value, b.value], -1).copy().view(np.uint8).reshape(THREADS, 8)
+        words = np.stack([self._full(a), self._full(b)], -1)
+        source = words.view(np.uint8).reshape(self.threads, 8)
         chosen = source[:, [(selector >> (4 * i)) & 7 for i in range(4)]]
         return Int(np.ascontiguousarray(chosen).view(np.uint32)[:, 0])
 
     # ---- warp instructions
     def mma_s8(self, a, b, c, unsigned_a=False):
-        return [Int(x) for x in _mma(a, b, [x.signed for x in c], np.uint8 if unsigned_a else np.int8, np.int8)]
+        sums = self._mma(a, b, np.uint8 if unsigned_a else np.int8, np.int8)
+        return [Int(x.signed + y.astype(np.int64)) for x, y in zip(c, sums)]
 
     def mma_f16(self, a, b, c, bfloat16=False):
         kind = ml_dtypes.bfloat16 if bfloat16 else np.float16
-        return [Float(x) for x in _mma(a, b, [x.value for x in c], kind, kind)]
+        return [Float(x.value + y) for x, y in zip(c, self._mma(a, b, kind, kind))]
 
     def transpose_8x8(self, word):
-        halves = np.ascontiguousarray(word.value).view(np.uint16).reshape(WARPS, 8, 8)
+        halves = self._full(word).view(np.uint16).reshape(self.warps, 8, 8)
         return Int(np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1))
 
     def shuffle_xor(self, x, distance):
-        source = np.arange(THREADS) ^ distance
-        return type(x)(x.value[source])
+        return type(x)(self._full(x)[self.thread.signed ^ distance])
 
     def shuffle(self, x, source):
-        return type(x)(x.value[(_WARP * LANES + source.signed) % THREADS])
+        return type(x)(self._full(x)[self.warp.signed * LANES + source.signed % LANES])
 
     def any_lane(self, condition):
-        return Predicate(np.repeat(condition.value.reshape(WARPS, LANES).any(1), LANES))
+        return Predicate(np.repeat(self._full(condition).reshape(self.warps, LANES).any(1), LANES))
 
     # ---- memory
     def pointer(self, array: np.ndarray) -> Pointer:
-        return Pointer(array.reshape(-1).view(np.uint8), np.zeros(THREADS, np.int64))
+        return Pointer(array.reshape(-1).view(np.uint8), np.zeros(1, np.int64))
 
     def load_global(self, pointer, count=1, offset=0):
-        assert (pointer.offset[self._active] + offset >= 0).all()
         return self._load(pointer.memory, pointer.offset + offset, count)
 
     def store_global(self, pointer, words, offset=0):
         self._store(pointer.memory, pointer.offset + offset, words)
 
     def store_global_u16(self, pointer, bits, offset=0):
-        for t in np.flatnonzero(self._active):
-            at = pointer.offset[t] + offset
-            assert 0 <= at <= pointer.memory.size - 2 and at % 2 == 0
-            pointer.memory[at : at + 2] = bits.value[t : t + 1].astype(np.uint16).view(np.uint8)
+        live = np.flatnonzero(self._active)
+        at = np.broadcast_to(pointer.offset + offset, (self.threads,))[live]
+        assert at.min() >= 0 and at.max() <= pointer.memory.size - 2 and (at % 2 == 0).all()
+        data = self._full(bits)[live].astype(np.uint16)
+        pointer.memory[at[:, None] + np.arange(2)] = data.view(np.uint8).reshape(-1, 2)
 
     def load_shared(self, address, count=1, offset=0):
         return self._load(self.shared, address.signed + offset, count)
@@ -262,15 +265,16 @@ class Machine:
         self._store(self.shared, address.signed + offset, words)
 
     def load_matrices(self, address, offset=0):
-        at = (address.signed + offset).reshape(WARPS, 4, 8)
+        at = (address.signed + offset).reshape(self.warps, 4, 8)
         assert (at % 16 == 0).all() and at.min() >= 0 and at.max() <= self.shared.size - 16
         rows = self.shared[at[..., None] + np.arange(16)].view(np.uint32)  # [warp, matrix, row, word]
         return [Int(rows[:, i].reshape(-1)) for i in range(4)]
 
     def copy_async(self, address, pointer, shared_offset=0, global_offset=0):
+        targets = np.broadcast_to(address.signed + shared_offset, (self.threads,))
         for t in np.flatnonzero(self._active):
-            memory, offset = pointer.of(t) if isinstance(pointer, _PointerChoice) else (pointer.memory, pointer.offset[t])
-            source, target = int(offset + global_offset), int(address.signed[t] + shared_offset)
+            memory, offset = pointer.of(t)
+            source, target = int(offset + global_offset), int(targets[t])
             assert 0 <= source <= memory.size - 16 and source % 16 == 0
             assert 0 <= target <= self.shared.size - 16 and target % 16 == 0
             self.shared[target : target + 16].view(np.uint32)[:] = POISON  # until it has arrived
@@ -299,7 +303,7 @@ class Machine:
     def loop(self, count, carry, body: Callable[[list], list]):
         carry = list(carry)
         outer = self._active
-        for step in range(int(max(count.signed[outer].max(initial=0), 0))):
+        for step in range(max(0, int(np.where(outer, count.signed, 0).max()))):
             self._active = outer & (count.signed > step)
             self._uniform()
             new = body(list(carry))
@@ -325,8 +329,30 @@ class Machine:
         self._active = outer
         return carry
 
+    def _full(self, x) -> np.ndarray:
+        """The registers of all threads, contiguous."""
+        return np.ascontiguousarray(np.broadcast_to(x.value, (self.threads,)))
+
+    def _mma(self, a, b, kind_a, kind_b) -> list[np.ndarray]:
+        """a[16, K] @ b[K, 8] for every warp, exact in float64; K = 32 bytes or 16 halves.
+
+        a: registers (row g, first half of K), (row g+8, first), (g, second), (g+8, second); lane 4g + c holds
+        one word of a half. b: (first half, column g), (second half, column g). Result: (g, 2c), (g, 2c+1),
+        (g+8, 2c), (g+8, 2c+1).
+        """
+
+        def matrix(word, kind):  # [warp, g, elements of the four lanes c]
+            return self._full(word).view(kind).reshape(self.warps, 8, -1).astype(np.float64)
+
+        rows = [np.concatenate([matrix(a[i], kind_a), matrix(a[i + 2], kind_a)], -1) for i in range(2)]
+        left = np.concatenate(rows, 1)
+        right = np.concatenate([matrix(word, kind_b) for word in b], -1)
+        product = left @ right.swapaxes(1, 2)  # [warp, 16, 8]
+        g, c, warp = self.lane.signed >> 2, self.lane.signed & 3, self.warp.signed
+        return [product[warp, g + 8 * (i >> 1), 2 * c + (i & 1)] for i in range(4)]
+
     def _uniform(self):
-        by_warp = self._active.reshape(WARPS, LANES)
+        by_warp = self._active.reshape(self.warps, LANES)
         assert (by_warp.all(1) | ~by_warp.any(1)).all(), "a branch divides a warp"
 
     def _load(self, memory, at, count):
@@ -338,8 +364,9 @@ class Machine:
     def _store(self, memory, at, words):
         live = np.flatnonzero(self._active)
         size = 4 * len(words)
+        at = np.broadcast_to(at, (self.threads,))
         assert (at[live] >= 0).all() and (at[live] <= memory.size - size).all() and (at[live] % size == 0).all()
-        data = np.stack([x.value for x in words], -1)[live]
+        data = np.stack([self._full(x) for x in words], -1)[live]
         memory[at[live][:, None] + np.arange(size)] = np.ascontiguousarray(data).view(np.uint8)
 
 
@@ -352,36 +379,9 @@ class _PointerChoice:
     def at(self, index, stride=1):
         return _PointerChoice(self.condition, self.yes.at(index, stride), self.no.at(index, stride))
 
-    def of(self, t):
-        side = self.yes if self.condition[t] else self.no
-        return side.of(t) if isinstance(side, _PointerChoice) else (side.memory, side.offset[t])
+    def of(self, thread):
+        return (self.yes if self.condition[thread] else self.no).of(thread)
 
 
 def _pack(low: np.ndarray, high: np.ndarray) -> Int:
     return Int(low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << 16)
-
-
-def _mma(a, b, c, kind_a, kind_b) -> list[np.ndarray]:
-    """c[16, 8] + a[16, K] @ b[K, 8] for every warp; K = 32 bytes or 16 halves of a register row.
-
-    a: registers (row g, first half of K), (row g+8, first), (g, second), (g+8, second); lane 4g + c holds
-    elements 4/size * c ... of a half. b: (first half, column g), (second half, column g). c: (g, 2c),
-    (g, 2c+1), (g+8, 2c), (g+8, 2c+1).
-    """
-    per = 4 // np.dtype(kind_a).itemsize
-
-    def elements(word, kind):
-        out = np.ascontiguousarray(word.value).view(kind).reshape(WARPS, 8, 4 * per)
-        return out.astype(np.float64)
-
-    left = np.zeros((WARPS, 16, 8 * per))
-    for i, word in enumerate(a):
-        rows, half = slice(8 * (i & 1), 8 * (i & 1) + 8), slice(4 * per * (i >> 1), 4 * per * (i >> 1) + 4 * per)
-        left[:, rows, half] = elements(word, kind_a)
-    right = np.concatenate([elements(word, kind_b) for word in b], -1)  # [warp, column, K]
-    product = left @ right.swapaxes(1, 2)  # exact in float64
-    out = []
-    for i, x in enumerate(c):
-        row, column = _ROW + 8 * (i >> 1), 2 * _COLUMN + (i & 1)
-        out.append(product[_WARP, row, column] + x)
-    return [x.astype(np.int64) if np.dtype(kind_a).itemsize == 1 else x.astype(np.float32) for x in out]

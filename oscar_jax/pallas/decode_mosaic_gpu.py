@@ -26,12 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import cache_format as fmt
 from ..config import ShapeError
 from . import fragments as frag
-from .tuning import decode_splits, decode_stages
+from .tuning import decode_plan
 
 PAGE = fmt.PAGE_TOKENS
 HEAD_DIMS = (64, 128, 256)
-WARPS = 4
-THREADS = 128
+WARP_LANES = 32
+WARPGROUP = 4  # warps
 
 _LOG2E = math.log2(math.e)
 _FIXED_MAX = 32000.0  # largest fixed-point query entry; its high byte stays inside -128..127
@@ -56,6 +56,7 @@ class DecodeShape:
     query_bfloat16: bool
     splits: int  # blocks per sequence and head that share the INT2 pages
     stages: int  # pages in flight per warp
+    warps: int  # of a block, a multiple of 4; more warps leave each of them fewer registers
     sink_pages: int = 0
     window_slots: int = 0  # 0: only INT2 pages
 
@@ -90,8 +91,8 @@ class DecodeShape:
 
     @property
     def shared_bytes(self) -> int:
-        merge = 2 * WARPS * 8 * 4 + WARPS * self.columns * self.head_dim * 4
-        return max(WARPS * self.stages * self.stage_bytes, merge)
+        merge = 2 * self.warps * 8 * 4 + self.warps * self.columns * self.head_dim * 4
+        return max(self.warps * self.stages * self.stage_bytes, merge)
 
 
 def check_decode_shape(head_dim: int, group: int) -> None:
@@ -169,14 +170,12 @@ def _dense_query(at: _Place) -> list[list]:
     return words[:1] if shape.paired or shape.query_bfloat16 else words
 
 
-def _dense_scores(at: _Place, left: list, operands: list[list], first: int) -> list:
-    """Products of bf16 rows with the unrotated query: adds the k-steps of `left` (4 words each) from `first`."""
-    m = at.m
-    acc = [m.Float(0.0)] * 4
+def _dense_scores(at: _Place, left: list, operands: list[list]) -> list:
+    """Products of bf16 rows (left operands, 4 words per 16 channels) with the unrotated query."""
+    acc = [at.m.Float(0.0)] * 4
     for operand in operands:
         for step, a in enumerate(left):
-            b = operand[2 * (first + step) : 2 * (first + step) + 2]
-            acc = m.mma_f16(a, b, acc, bfloat16=True)
+            acc = at.m.mma_f16(a, operand[2 * step : 2 * step + 2], acc, bfloat16=True)
     return acc
 
 
@@ -245,7 +244,7 @@ def _history(at: _Place, split: Any) -> None:
     # ---- this warp's pages. A sequence may be cut inside its last page: tokens past its end do not count.
     stored = (at.scalar("lengths", at.sequence) - shape.sink_pages * PAGE).max(0)
     pages = at.scalar("history_pages", at.sequence).min((stored + (PAGE - 1)) >> 6)
-    worker, workers = split * WARPS + m.warp, WARPS * shape.splits
+    worker, workers = split * shape.warps + m.warp, shape.warps * shape.splits
     first, end = (worker * pages).udiv(workers), ((worker + 1) * pages).udiv(workers)
 
     # ---- copies: 16 bytes per lane and instruction
@@ -350,7 +349,7 @@ def _history(at: _Place, split: Any) -> None:
         mean_left = load_mean(slot)
         key_scale = scales(load_scales(slot, key_scale_offset))
         value_scale_words = load_scales(slot, key_scale_offset + 2 * PAGE)
-        mean_acc = _dense_scores(at, mean_left, mean_operands, 0)
+        mean_acc = _dense_scores(at, mean_left, mean_operands)
         mean_score = [x * u for x, u in zip(_lane_scores(at, mean_acc, 0), mean_unit)]
         score = []
         for pair in range(4):
@@ -497,10 +496,10 @@ def _window(at: _Place) -> None:
         recent = pages + turn.umod(ring_slots) + shape.sink_pages
         token_page = m.select(slot.lt(shape.sink_pages), slot, recent)
         valid = length - token_page * PAGE  # rows of this page that are stored
-        # Rows past the end may hold anything; read row 0 of the page instead... of nothing at all.
         keys, values = (source.at(page, page_bytes).at(at.c, 16) for source in sources)
 
-        def row(base, r):  # 8 channels of every 32-channel block of token 8g + r; zeros past the end
+        # 8 channels of every 32-channel block of token 8g + r. Rows past the end may hold anything: zeros.
+        def row(base, r):
             token = frag.score_token(at.g, r)
             words = [m.load_global(base.at(token, row_bytes), 4, 64 * n) for n in range(blocks)]
             inside = token.lt(valid)
@@ -514,7 +513,7 @@ def _window(at: _Place) -> None:
                 for n in range(blocks)
                 for i in (0, 2)
             ]
-            tile = _dense_scores(at, left, operands, 0)
+            tile = _dense_scores(at, left, operands)
             score += [[x * unit for x in _lane_scores(at, tile, h)] for h in range(2)]
         inside = [frag.score_token(at.g, r).lt(valid) for r in range(8)]
         score = [[m.select(inside[r], x, m.Float(_EMPTY)) for x in score[r]] for r in range(8)]
@@ -538,7 +537,7 @@ def _window(at: _Place) -> None:
                 word = m.pack_bfloat16(*p)
             right.append(m.transpose_8x8(word))
         for n in range(blocks):
-            columns = [row_block for row_block in (_value_block(m, at, values, valid, row_bytes, r, n) for r in range(8))]
+            columns = [_value_block(m, at, values, valid, row_bytes, r, n) for r in range(8)]
             for half in range(2):
                 u = 2 * n + half
                 tile = acc[4 * u : 4 * u + 4]
@@ -546,10 +545,10 @@ def _window(at: _Place) -> None:
                     a = [columns[s + k][2 * half + w] for k in range(2) for w in range(2)]
                     tile = m.mma_f16(a, right[s : s + 2], tile, bfloat16=True)
                 acc[4 * u : 4 * u + 4] = tile
-        return [slot + WARPS, *new_maximum, *total, *acc]
+        return [slot + shape.warps, *new_maximum, *total, *acc]
 
     init = [m.warp, *[m.Float(_EMPTY)] * n_heads, *[m.Float(0.0)] * (n_heads + 4 * tiles)]
-    count = (shape.window_slots + (WARPS - 1) - m.warp).udiv(WARPS)
+    count = (shape.window_slots + (shape.warps - 1) - m.warp).max(0).udiv(shape.warps)
     carry = m.loop(count, init, page_step)
     maximum, total, acc = carry[1 : 1 + n_heads], carry[1 + n_heads : 1 + 2 * n_heads], carry[1 + 2 * n_heads :]
 
@@ -576,7 +575,7 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
     """
     m, shape = at.m, at.shape
     head_dim = shape.head_dim
-    sums = 4 * 8 * WARPS  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
+    sums = 4 * 8 * shape.warps  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
     m.sync_block()  # the stages are free now
     lane_head = [at.c] if shape.paired else [at.c * 2, at.c * 2 + 1]
 
@@ -591,7 +590,7 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
 
     def statistics(h, offset):
         address = m.shared_base + h * 4
-        return [m.load_shared(address, 1, offset + 32 * w)[0].as_float() for w in range(WARPS)]
+        return [m.load_shared(address, 1, offset + 32 * w)[0].as_float() for w in range(shape.warps)]
 
     for e, h in enumerate(lane_head):
         top = functools.reduce(lambda a, b: a.max(b), statistics(h, 0))
@@ -603,8 +602,11 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
                 m.store_shared(base + channel * 4, [(value * factor).as_int()], 2 * sums)
     m.sync_block()
     rows = m.pointer(at.refs["out"]), m.pointer(at.refs["lse"])
-    for n in range(shape.columns * head_dim // THREADS):
-        flat = m.thread + n * THREADS
+    threads, outputs = shape.warps * WARP_LANES, shape.columns * head_dim
+    for n in range(-(-outputs // threads)):
+        flat = m.thread + n * threads
+        inside = flat.lt(outputs)  # the last round may have more threads than outputs
+        flat = flat.min(outputs - 1)
         h, channel = flat.udiv(head_dim), flat.umod(head_dim)
         tops, totals = statistics(h, 0), statistics(h, sums)
         top = functools.reduce(lambda a, b: a.max(b), tops)
@@ -612,7 +614,7 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
         for t, x in zip(tops, totals):
             weight = (t - top).exp2().fma(x, weight)
         value = m.Float(0.0)
-        for w in range(WARPS):
+        for w in range(shape.warps):
             word = m.load_shared(m.shared_base + flat * 4, 1, 2 * sums + 4 * w * shape.columns * head_dim)
             value = value + word[0].as_float()
         some = weight.gt(0.0)
@@ -627,8 +629,9 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
         def store_lse(index=index, lse=lse):
             m.store_global(rows[1].at(index, 4), [lse.as_int()])
 
-        m.when(row.lt(shape.group), store)
-        m.when(row.lt(shape.group) & channel.eq(0), store_lse)
+        inside = inside & row.lt(shape.group)
+        m.when(inside, store)
+        m.when(inside & channel.eq(0), store_lse)
 
 
 # ------------------------------------------------------------------------------------------ launches
@@ -666,6 +669,8 @@ def _decode_kernel(shape: DecodeShape) -> Any:
         ),
         grid=(shape.heads * shape.tiles, shape.partials, shape.batch),
         grid_names=("head_tile", "partial", "sequence"),
+        num_threads=shape.warps // WARPGROUP,
+        thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="oscar_decode",
@@ -682,6 +687,7 @@ def decode_shape(
         raise NotImplementedError(f"query is {query.dtype}: the Mosaic decode kernel reads float32 or bfloat16")
     tiles = -(-group // (4 if group <= 4 else 8))
     table_pages = cache.page_table.shape[1]
+    plan = decode_plan(batch * heads * tiles, table_pages, head_dim)
     return DecodeShape(
         batch=batch,
         heads=heads,
@@ -690,8 +696,9 @@ def decode_shape(
         table_pages=table_pages,
         scale=float(scale),
         query_bfloat16=query.dtype == jnp.bfloat16,
-        splits=splits or decode_splits(batch * heads * tiles, table_pages, head_dim),
-        stages=decode_stages(head_dim),
+        splits=splits or plan.splits,
+        stages=plan.stages,
+        warps=plan.warps,
         sink_pages=cache.config.sink_pages,
         window_slots=cache.config.window_slots if windows else 0,
     )

@@ -3,8 +3,8 @@
 The decode and quantize kernels are written against the small vocabulary of `Machine`: every thread holds
 scalar registers (`Int`, `Float`, `Predicate`), and the instructions that involve a warp (matrix product,
 shuffle, transpose) are methods. `MosaicMachine` emits the operations into a Mosaic GPU kernel. The tests own
-a second machine with the same methods which executes the same kernel body with NumPy for the 128 threads of
-a block, so that everything but the hardware instructions themselves is checked on a CPU.
+a second machine with the same methods which executes the same kernel body with NumPy for all threads of a
+block, so that everything but the hardware instructions themselves is checked on a CPU.
 
 Integers are 32 bits, wrap around, and shift right logically with `>>`; `sar` is the arithmetic shift.
 Shared memory is addressed by 32-bit byte addresses, global memory by `Pointer`.
@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 
 import jax.experimental.mosaic.gpu.utils as mosaic_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
-WARPS = 4  # of one block: a Mosaic warpgroup
 WARP_LANES = 32
-THREADS = WARPS * WARP_LANES
 
 _CONTRACT = arith.FastMathFlags.contract
 
@@ -238,10 +236,9 @@ class MosaicMachine:
     Int, Float = Int, Float
 
     def __init__(self, shared_memory: ir.Value):
-        tid = mosaic_utils.thread_idx()
-        self.thread = Int(tid) & (THREADS - 1)
+        self.thread = Int(mosaic_utils.thread_idx())
         self.lane = self.thread & (WARP_LANES - 1)
-        self.warp = Int(mosaic_utils.warp_idx(sync=True)) & (WARPS - 1)
+        self.warp = Int(mosaic_utils.warp_idx(sync=True))
         base = llvm.ptrtoint(_i64(), mosaic_utils.memref_ptr(shared_memory))
         self.shared_base = Int(arith.trunci(_i32(), base))
 
@@ -363,7 +360,7 @@ class MosaicMachine:
         mosaic_utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
 
     def sync_block(self):
-        mosaic_utils.warpgroup_barrier()
+        gpu.barrier()
 
     # ---- control flow
     def loop(self, count: Int, carry: Sequence, body: Callable[[list], list]) -> list:

@@ -1,25 +1,32 @@
 """Launch plans of the Mosaic GPU kernels: small frozen tables, measured on the device they name."""
 
+import dataclasses
+
 DEVICE = "NVIDIA H200"  # the numbers below were tuned on this device
 MULTIPROCESSORS = 132
 
-# head_dim -> (pages in flight per warp, blocks per multiprocessor that fit with that many)
-_DECODE = {64: (4, 4), 128: (3, 4), 256: (3, 2)}
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp."""
+
+    splits: int
+    warps: int
+    stages: int
+
+
+# head_dim -> (warps per block, pages in flight per warp, blocks that fit on one multiprocessor)
+_DECODE = {64: (12, 4, 1), 128: (12, 4, 1), 256: (8, 3, 1)}
 MIN_PAGES_PER_WARP = 2  # a split that leaves a warp less than this is not worth its merge
 
 
-def decode_stages(head_dim: int) -> int:
-    """Pages of the shared-memory ring of one warp."""
-    return _DECODE[head_dim][0]
-
-
-def decode_splits(rows: int, table_pages: int, head_dim: int) -> int:
-    """Blocks that share one sequence's INT2 pages, for `rows` = sequences x heads x tiles of query heads.
+def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
+    """The plan for `rows` = sequences x heads x tiles of query heads and tables of `table_pages` pages.
 
     One wave of blocks if the pages allow it: the grid fills the device once and no block waits for a second
     turn.
     """
-    blocks = MULTIPROCESSORS * _DECODE[head_dim][1]
-    by_device = max(1, blocks // rows)
-    by_pages = max(1, table_pages // (4 * MIN_PAGES_PER_WARP))
-    return min(by_device, by_pages)
+    warps, stages, resident = _DECODE[head_dim]
+    by_device = max(1, MULTIPROCESSORS * resident // rows)
+    by_pages = max(1, table_pages // (warps * MIN_PAGES_PER_WARP))
+    return DecodePlan(min(by_device, by_pages), warps, stages)
