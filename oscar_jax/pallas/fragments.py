@@ -101,3 +101,25 @@ def key_chunk_address(token, part, parts):
 def key_row_address(matrix, g):
     """Byte address of row g of matrix `matrix` = r * parts + part in a staged page (tokens 8g + r)."""
     return matrix * 128 + ((g ^ (matrix & 7)) << 4)
+
+
+def row_chunk(row, chunk):
+    """Where 16-byte chunk `chunk` of bf16 row `row` lies within its row of a staged tile.
+
+    Rows g and g + 1 read by one quarter of a warp, four chunks each, then fall into different banks.
+    """
+    return chunk ^ (((row & 1) << 2) | ((row >> 1) & 3))
+
+
+def rotated_channel(n, column):
+    """Output channel of column `column` (0..7) of the n-th product tile of the row quantizer.
+
+    Chosen so that a lane, which receives columns 2c and 2c + 1, collects the 16 channels of key word
+    4j + c from the eight tiles 8j .. 8j+7, in order.
+    """
+    return 64 * (n >> 3) + 16 * (column >> 1) + 2 * (n & 7) + (column & 1)
+
+
+def reverse_bits_3(g):
+    """The three bits of g in reverse order: which eighth of its words a lane keeps after three exchanges."""
+    return ((g & 1) << 2) | (g & 2) | (g >> 2)

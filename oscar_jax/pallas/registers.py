@@ -171,7 +171,11 @@ class Float:
         return Int(arith.bitcast(_i32(), self.value))
 
     def floor_to_int(self):
-        return Int(_ptx("cvt.rmi.s32.f32 $0, $1;", [self.value], [_i32()])[0])
+        """The floor of a value below 2**22 in magnitude: adding 1.5 * 2**23, rounded down, leaves it in the
+        low mantissa bits; a quarter of the cost of a conversion instruction.
+        """
+        magic = Float(1.5 * 2.0**23)
+        return _ptx_float("add.rm.f32 $0, $1, $2;", self, magic).as_int() - 0x4B400000
 
     def round_to_int(self):
         return Int(_ptx("cvt.rni.s32.f32 $0, $1;", [self.value], [_i32()])[0])

@@ -30,3 +30,12 @@ def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
     by_device = max(1, MULTIPROCESSORS * resident // rows)
     by_pages = max(1, table_pages // (warps * MIN_PAGES_PER_WARP))
     return DecodePlan(min(by_device, by_pages), warps, stages)
+
+
+# head_dim -> blocks of four warps that fit on one multiprocessor
+_QUANTIZE = {64: 4, 128: 3, 256: 1}
+
+
+def quantize_blocks(rows: int, head_dim: int) -> int:
+    """Blocks that share the pages of one head and kind, for `rows` = heads x kinds: one wave."""
+    return max(1, MULTIPROCESSORS * _QUANTIZE[head_dim] // rows)

@@ -1,0 +1,484 @@
+"""The exact page quantizer for Hopper GPUs (Mosaic GPU): clean, center, rotate, scale, code and pack in one pass.
+
+Byte for byte the quantizer of `quantize.py` (the step numbers are those of `docs/int2-format.md`, section 2):
+rows and transform are split into signed bytes, and `s8 x s8 -> s32` matrix instructions sum their products
+exactly. A block of four warps keeps one head's transform in shared memory, already in the order of the right
+operand, and walks over pages; warp w owns the tokens 16w .. 16w+15, so that a lane ends up with the 16 codes
+of a key word, and a warp with the 16 codes of a value word. Keys and values share one launch.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import cache_format as fmt
+from ..config import DTypeError, ShapeError
+from ..quantize import check_pages, round_to_bfloat16
+from . import fragments as frag
+from .tuning import quantize_blocks
+
+PAGE = fmt.PAGE_TOKENS
+HEAD_DIMS = (64, 128, 256)
+WARPS = 4
+THREADS = 32 * WARPS
+
+_CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
+_INFINITY_BITS = 0x7F80
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeShape:
+    """Everything that is fixed when the quantize kernel is built."""
+
+    pages: int
+    heads: int
+    head_dim: int
+    rotation_heads: int  # 1 or `heads`
+    blocks: int  # per head and kind
+    kinds: tuple[str, ...]  # "key", "value" or both
+
+    # Shared memory, byte offsets: transform, two row tiles, mean, partial sums, value words, one word per warp.
+    @property
+    def tile_offset(self) -> int:
+        return 2 * self.head_dim**2
+
+    @property
+    def tile_bytes(self) -> int:
+        return 2 * PAGE * self.head_dim
+
+    @property
+    def mean_offset(self) -> int:
+        return self.tile_offset + 2 * self.tile_bytes
+
+    @property
+    def sum_offset(self) -> int:
+        return self.mean_offset + 4 * self.head_dim
+
+    @property
+    def word_offset(self) -> int:
+        return self.sum_offset + 8 * THREADS
+
+    @property
+    def warp_offset(self) -> int:
+        return self.word_offset + 16 * self.head_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.warp_offset + 4 * WARPS
+
+
+# ------------------------------------------------------------------------------------------ kernel body
+
+
+def quantize_body(m: Any, shape: QuantizeShape, block: tuple, refs: dict) -> None:
+    """The kernel for one block. `m` is a register machine, `block` = (first page, head, kind)."""
+    first, head, kind = block
+    for i, name in enumerate(shape.kinds):
+        m.when(kind.eq(i), functools.partial(_pages, m, shape, refs, name, first, head))
+
+
+def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head: Any) -> None:
+    head_dim, shared = shape.head_dim, m.shared_base
+    g, c = m.lane >> 2, m.lane & 3
+    rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
+    row_bytes = 2 * head_dim
+    chunks = head_dim // 8  # of 16 bytes in a row
+    copies = PAGE * chunks // THREADS  # per thread
+
+    # ---- the transform, in operand order; it stays
+    source = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * head_dim**2).at(m.thread, 16)
+    for n in range(2 * head_dim**2 // (16 * THREADS)):
+        m.copy_async(shared + m.thread * 16, source, 16 * THREADS * n, 16 * THREADS * n)
+    multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
+
+    # ---- row tiles: chunk i of row t lies at chunk frag.row_chunk(t, i) of that row
+    own = []  # (row, chunk) copied by this thread
+    for n in range(copies):
+        flat = m.thread + n * THREADS
+        own.append((flat.udiv(chunks), flat.umod(chunks)))
+    tile = shared + shape.tile_offset
+    slots = [tile + row * row_bytes + frag.row_chunk(row, chunk) * 16 for row, chunk in own]
+    rows = m.pointer(refs[kind + "_rows"]).at(head, row_bytes)
+    token_stride = shape.heads * row_bytes
+
+    def fetch(page, buffer):
+        base = rows.at(page, PAGE * token_stride)
+        for (row, chunk), slot in zip(own, slots):
+            m.copy_async(slot + buffer, base.at(row, token_stride).at(chunk * 16))
+
+    def fetch_if_there(page, buffer):
+        m.when(page.lt(shape.pages), lambda: fetch(page, buffer))
+        m.commit_copies()
+
+    fetch_if_there(first, m.Int(0))
+    if kind == "value":
+        _store_value_mean(m, shape, refs, rotation_head)
+
+    def page_step(carry):
+        page, buffer = carry
+        other = shape.tile_bytes - buffer
+        fetch_if_there(page + shape.blocks, other)
+        m.wait_copies(1)
+        largest = _clean_own_rows(m, [slot + buffer for slot in slots])
+        page_head = page * shape.heads + head
+        if kind == "key":
+            _page_mean(m, shape, refs, tile + buffer, largest, page_head)
+        m.sync_block()  # cleaned rows and mean are visible
+
+        y, steps, exponents = _rotate_rows(m, shape, tile + buffer, g, c)
+        bounds = []
+        for half in range(2):
+            total = functools.reduce(lambda a, b: a + b, [_abs(x) >> fmt.ABS_SHIFT for x in y[half]])
+            for distance in (1, 2):
+                total = total + m.shuffle_xor(total, distance)
+            mean_abs = total >> head_dim.bit_length() - 1  # head_dim is a power of two
+            bounds.append((mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT)
+
+        def store_scales():
+            base = m.pointer(refs[kind + "_scale"]).at(page_head * PAGE + m.warp * 16 + g, 2)
+            for half in range(2):
+                unit = ((exponents[half] + (127 - fmt.SCALE_BITS)) << 23).as_float()
+                m.store_global_u16(base, (bounds[half].to_float() * unit).bfloat16_bits(), 16 * half)
+
+        m.when(c.eq(0), store_scales)
+        codes = [[_code(x, bounds[half]) for x in y[half]] for half in range(2)]
+        store = _store_key_words if kind == "key" else _store_value_words
+        store(m, shape, refs, codes, page_head, g, c)
+        m.sync_block()  # the tile and the words may be overwritten
+        return [page + shape.blocks, other]
+
+    count = (m.Int(shape.pages + shape.blocks - 1) - first).max(0).udiv(shape.blocks)
+    m.loop(count, [first, m.Int(0)], page_step)
+    m.wait_copies(0)
+
+
+def _abs(x: Any) -> Any:
+    return x.max(0 - x)
+
+
+def _code(y: Any, bound: Any) -> Any:
+    """Step 8: (y >= -bound) + (y >= 0) + (y >= bound), from sign bits."""
+    return 3 - ((y + bound) >> 31) - (y >> 31) - ((y - bound) >> 31)
+
+
+def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: Any) -> None:
+    """The calibrated mean value, cleaned, as float32 in shared memory."""
+    words = shape.head_dim // 2
+
+    def store():
+        address = m.pointer(refs["value_mean"]).at(rotation_head, 2 * shape.head_dim).at(m.thread, 4)
+        word = _clean_word(m, m.load_global(address)[0])
+        m.store_shared(m.shared_base + m.thread * 8, [word << 16, word & 0xFFFF0000], shape.mean_offset)
+
+    m.when(m.thread.lt(words), store)
+
+
+def _clean_word(m: Any, word: Any) -> Any:
+    """Step 1 for two bf16: non-finite numbers become 0, large ones +-2**64."""
+    out = m.Int(0)
+    for shift in (0, 16):
+        half = word >> shift
+        magnitude, sign = half & 0x7FFF, half & 0x8000
+        clean = m.select(magnitude.lt(_INFINITY_BITS), magnitude.min(_CLAMP_BITS) | sign, m.Int(0))
+        out = out | (clean << shift)
+    return out
+
+
+def _clean_own_rows(m: Any, slots: list) -> Any:
+    """Step 1 on the chunks that this thread copied. Returns its largest magnitudes, two bf16 in a word."""
+
+    def largest():
+        words = [w & 0x7FFF7FFF for slot in slots for w in m.load_shared(slot, 4)]
+        return functools.reduce(m.max_u16x2, words)
+
+    def clean(_):
+        for slot in slots:
+            m.store_shared(slot, [_clean_word(m, w) for w in m.load_shared(slot, 4)])
+        return [largest()]
+
+    top = largest()
+    # Bit 15 of a half: magnitude > 2**64. Rare, hence the branch.
+    strange = ((top + (0x7FFF - _CLAMP_BITS) * 0x10001) & 0x80008000).ne(0)
+    return m.branch(m.any_lane(strange), [top], clean)[0]
+
+
+def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any, page_head: Any) -> None:
+    """Step 2: the mean key of the page, to shared memory (float32) and to `key_page_mean`."""
+    head_dim, shared = shape.head_dim, m.shared_base
+    top = (largest >> 16).max(largest & 0xFFFF)
+    for distance in (1, 2, 4, 8, 16):
+        top = top.max(m.shuffle_xor(top, distance))
+    m.store_shared(shared + m.warp * 4, [top], shape.warp_offset)
+    m.sync_block()
+    tops = m.load_shared(shared, 4, shape.warp_offset)
+    exponent = (functools.reduce(lambda a, b: a.max(b), tops) >> 7) - 127
+    empty = exponent.lt(fmt.MIN_EXPONENT)
+    exponent = m.select(empty, m.Int(0), exponent)
+    up = ((fmt.MEAN_BITS + 127 - exponent) << 23).as_float()
+    down = ((exponent + (127 - fmt.MEAN_BITS - fmt.PAGE_TOKENS_LOG2)) << 23).as_float()
+
+    # Thread = (part of the tokens, pair of channels).
+    pairs = head_dim // 2
+    parts = THREADS // pairs
+    tokens = PAGE // parts
+    part, pair = m.thread.udiv(pairs), m.thread.umod(pairs)
+    totals = [m.Int(0), m.Int(0)]
+    for t in range(tokens):
+        row = part * tokens + t
+        address = tile + row * (2 * head_dim) + frag.row_chunk(row, pair >> 2) * 16 + (pair & 3) * 4
+        word = m.load_shared(address)[0]
+        for i, x in enumerate((word << 16, word & 0xFFFF0000)):
+            totals[i] = totals[i] + x.as_float().fma(up, 0.5).floor_to_int()
+    m.store_shared(shared + m.thread * 8, totals, shape.sum_offset)
+    m.sync_block()
+
+    def finish():
+        sums = [m.load_shared(shared + m.thread * 8, 2, shape.sum_offset + 8 * pairs * i) for i in range(parts)]
+        bits = []
+        for i in range(2):
+            total = functools.reduce(lambda a, b: a + b, [s[i] for s in sums])
+            mean = m.select(empty, m.Float(0.0), total.to_float() * down)
+            bits.append(mean.bfloat16_bits())
+        m.store_shared(shared + m.thread * 8, [b << 16 for b in bits], shape.mean_offset)
+        address = m.pointer(refs["key_page_mean"]).at(page_head, 2 * head_dim).at(m.thread, 4)
+        m.store_global(address, [bits[0] | (bits[1] << 16)])
+
+    m.when(m.thread.lt(pairs), finish)
+
+
+def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple:
+    """Steps 3-6 for rows 16 * warp + g and + 8: Y [half][2n + b], the rows' unit factors and exponents.
+
+    Entry 2n + b of a lane is the output channel frag.rotated_channel(n, 2c + b).
+    """
+    head_dim, shared = shape.head_dim, m.shared_base
+    steps = head_dim // 32
+    centered: list[list] = [[], []]
+    for s in range(steps):
+        # This lane's eight channels of the k-step: 32 s + 8 c ...
+        mean = [m.load_shared(shared + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
+        mean = [w.as_float() for w in mean[0] + mean[1]]
+        for half in range(2):
+            row = m.warp * 16 + g + 8 * half
+            address = tile + row * (2 * head_dim) + frag.row_chunk(row, c + 4 * s) * 16
+            words = m.load_shared(address, 4)
+            x = [v.as_float() for w in words for v in (w << 16, w & 0xFFFF0000)]
+            centered[half] += [a - b for a, b in zip(x, mean)]
+    high: list[list] = [[], []]
+    low: list[list] = [[], []]
+    factors, exponents = [], []
+    for half in range(2):
+        top = functools.reduce(lambda a, b: a.max(b), [x.abs() for x in centered[half]])
+        for distance in (1, 2):
+            top = top.max(m.shuffle_xor(top, distance))
+        exponent = (top.as_int() >> 23) - 127
+        empty = exponent.lt(fmt.MIN_EXPONENT)
+        exponent = m.select(empty, m.Int(0), exponent)
+        factor = ((fmt.ROW_BITS + 127 - exponent) << 23).as_float()
+        factor = m.select(empty, m.Float(0.0), factor)  # every entry of an empty row is 0
+        fixed = [x.fma(factor, 0.5).floor_to_int() for x in centered[half]]
+        for i in range(0, len(fixed), 4):
+            four = fixed[i : i + 4]
+            low[half].append(_gather(m, four, 0))  # the low limb is the low byte, read as signed
+            high[half].append(_gather(m, [v + 128 for v in four], 1))
+        factors.append(factor)
+        exponents.append(exponent)
+
+    y: list[list] = [[], []]
+    for n in range(head_dim // 8):
+        high_high, middle, low_low = ([m.Int(0)] * 4 for _ in range(3))
+        for s in range(steps):
+            # (high, low) of the transform: words for the channels +0..3 and +4..7 of the k-step
+            b = m.load_shared(shared + m.lane * 16, 4, 512 * (n * steps + s))
+            a_high = [high[half][2 * s + i] for i in range(2) for half in range(2)]
+            a_low = [low[half][2 * s + i] for i in range(2) for half in range(2)]
+            high_high = m.mma_s8(a_high, b[:2], high_high)
+            middle = m.mma_s8(a_high, b[2:], middle)
+            middle = m.mma_s8(a_low, b[:2], middle)
+            low_low = m.mma_s8(a_low, b[2:], low_low)
+        for half in range(2):
+            for b in range(2):
+                i = 2 * half + b
+                y[half].append((high_high[i] << fmt.LIMB_BITS) + middle[i] + low_low[i].sar(fmt.LIMB_BITS))
+    return y, factors, exponents
+
+
+def _gather(m: Any, four: list, byte: int) -> Any:
+    """Byte `byte` of four integers in one word."""
+    pick = byte | (4 + byte) << 4
+    return m.gather_bytes(m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410)
+
+
+def _store_key_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any) -> None:
+    """Word 4j + c of rows g and g + 8: this lane holds its 16 channels."""
+    words_per_row = shape.head_dim // fmt.CODES_PER_WORD
+    for half in range(2):
+        row = page_head * PAGE + m.warp * 16 + g + 8 * half
+        base = m.pointer(refs["key_codes"]).at(row, 4 * words_per_row).at(c, 4)
+        for j in range(words_per_row // 4):
+            word = m.Int(0)
+            for p, code in enumerate(codes[half][16 * j : 16 * j + 16]):
+                word = word | (code << 2 * p)
+            m.store_global(base, [word], 16 * j)
+
+
+def _store_value_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any) -> None:
+    """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each."""
+    partial = [(a | (b << 16)) << (g * 2) for a, b in zip(*codes)]
+    # Three exchanges with the lane whose row differs in one bit, each of which halves the words of a lane.
+    for distance in (4, 8, 16):
+        upper = (m.lane & distance).ne(0)
+        middle = len(partial) // 2
+        kept = []
+        for a, b in zip(partial[:middle], partial[middle:]):
+            kept.append(m.select(upper, b, a) | m.shuffle_xor(m.select(upper, a, b), distance))
+        partial = kept
+    start = frag.reverse_bits_3(g) * len(partial)
+    for i, word in enumerate(partial):
+        entry = start + i
+        channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
+        m.store_shared(m.shared_base + channel * 16 + m.warp * 4, [word], shape.word_offset)
+    m.sync_block()
+    base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim)
+
+    def store(channel):
+        words = m.load_shared(m.shared_base + channel * 16, 4, shape.word_offset)
+        m.store_global(base.at(channel, 16), words)
+
+    for n in range(-(-shape.head_dim // THREADS)):
+        channel = m.thread + n * THREADS
+        m.when(channel.lt(shape.head_dim), functools.partial(store, channel))
+
+
+# ------------------------------------------------------------------------------------------ launches
+
+
+def transform_operand(transform: jax.Array) -> jax.Array:
+    """int16 [K or 1, D, D] -> int32 [K or 1, D/8, D/32, 32, 4]: right operands of the row products.
+
+    Lane 4g + c of tile n and k-step s holds (high, high, low, low) limbs of the transform's column
+    frag.rotated_channel(n, g) at the rows 32 s + 8 c + (0..3 | 4..7), four signed bytes per word.
+    """
+    heads, head_dim, _ = transform.shape
+    n, g = jnp.arange(head_dim // 8)[:, None], jnp.arange(8)
+    columns = frag.rotated_channel(n, g)  # [D/8, 8]
+    x = transform.astype(jnp.int32)
+    high = (x + 128) >> fmt.LIMB_BITS
+    limbs = jnp.stack([high, x - (high << fmt.LIMB_BITS)], 1).astype(jnp.int8)  # [K, 2, row, column]
+    limbs = limbs[..., columns.reshape(-1)].reshape(heads, 2, head_dim // 32, 4, 2, 4, head_dim // 8, 8)
+    # [K, limb, s, c, word, byte, n, g] -> [K, n, s, g, c, limb, word, byte]
+    limbs = limbs.transpose(0, 6, 2, 7, 3, 1, 4, 5)
+    return lax.bitcast_convert_type(limbs, jnp.int32).reshape(heads, head_dim // 8, head_dim // 32, 32, 4)
+
+
+def _argument_names(kinds: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    inputs, outputs = [], []
+    for kind in kinds:
+        inputs += [kind + "_rows", kind + "_transform", kind + "_multiplier"]
+        inputs += ["value_mean"] if kind == "value" else []
+        outputs += [kind + "_codes", kind + "_scale"] + (["key_page_mean"] if kind == "key" else [])
+    return inputs, outputs
+
+
+@functools.cache
+def _quantize_kernel(shape: QuantizeShape) -> Any:
+    """The compiled-on-first-use kernel of one shape; arrays in the order of _argument_names."""
+    from .registers import Int, MosaicMachine
+
+    inputs, outputs = _argument_names(shape.kinds)
+
+    def body(*refs):
+        block = [lax.axis_index(name) for name in ("first", "head", "kind")]
+        splat = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
+        def emit(_, *operands):
+            indices = tuple(Int(x.registers.item()) for x in operands[:3])
+            *arrays, shared = operands[3:]
+            quantize_body(MosaicMachine(shared), shape, indices, dict(zip(inputs + outputs, arrays)))
+            return ()
+
+        emit(*block, *refs)
+
+    shapes = fmt.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
+    return plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(shapes[n], fmt.INT2_ARRAYS[n]) for n in outputs),
+        grid=(shape.blocks, shape.heads, len(shape.kinds)),
+        grid_names=("first", "head", "kind"),
+        scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="oscar_quantize",
+    )
+
+
+def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]) -> QuantizeShape:
+    """The launch plan for pages [P, 64, K, D]. Raises NotImplementedError."""
+    pages, _, heads, head_dim = rows.shape
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {head_dim}: the Mosaic quantize kernel serves {HEAD_DIMS}")
+    if pages < 1:
+        raise NotImplementedError(f"{pages} pages: the Mosaic quantize kernel needs at least one")
+    blocks = min(pages, quantize_blocks(heads * len(kinds), head_dim))
+    return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, kinds)
+
+
+def _launch(shape: QuantizeShape, arrays: dict) -> dict[str, jax.Array]:
+    inputs, outputs = _argument_names(shape.kinds)
+    for kind in shape.kinds:
+        arrays[kind + "_rows"] = round_to_bfloat16(arrays[kind + "_rows"])
+        arrays[kind + "_transform"] = transform_operand(arrays[kind + "_transform"])
+    return dict(zip(outputs, _quantize_kernel(shape)(*(arrays[n] for n in inputs))))
+
+
+def quantize_key_pages(
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantizes whole pages of keys, centered by their own mean; the bytes of `quantize.quantize_key_pages`.
+
+    rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
+    """
+    check_pages(rows, transform, multiplier)
+    shape = quantize_shape(rows, transform, ("key",))
+    out = _launch(shape, {"key_rows": rows, "key_transform": transform, "key_multiplier": multiplier})
+    return out["key_codes"], out["key_scale"], out["key_page_mean"]
+
+
+def quantize_value_pages(
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
+
+    rows bf16 [P, 64, K, D], mean bf16 [K or 1, D] -> words int32 [P, K, D, 4], scale bf16 [P, K, 64].
+    """
+    check_pages(rows, transform, multiplier)
+    _check_mean(mean, transform)
+    shape = quantize_shape(rows, transform, ("value",))
+    arrays = {"value_rows": rows, "value_transform": transform, "value_multiplier": multiplier}
+    out = _launch(shape, {**arrays, "value_mean": mean})
+    return out["value_codes"], out["value_scale"]
+
+
+def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
+    """Quantizes pages of keys and values [P, 64, K, D] in one launch: the INT2 arrays of the format, by name."""
+    if key_pages.shape != value_pages.shape:
+        raise ShapeError(f"key pages {key_pages.shape} and value pages {value_pages.shape} differ")
+    check_pages(key_pages, rotation.key_transform, rotation.key_multiplier)
+    check_pages(value_pages, rotation.value_transform, rotation.value_multiplier)
+    _check_mean(rotation.value_mean, rotation.value_transform)
+    names = ("key_transform", "key_multiplier", "value_transform", "value_multiplier", "value_mean")
+    arrays = {name: getattr(rotation, name) for name in names}
+    shape = quantize_shape(key_pages, rotation.key_transform, ("key", "value"))
+    return _launch(shape, {"key_rows": key_pages, "value_rows": value_pages, **arrays})
+
+
+def _check_mean(mean: jax.Array, transform: jax.Array) -> None:
+    if mean.shape != (transform.shape[0], transform.shape[-1]):
+        raise ShapeError(f"value mean {mean.shape}, expected {(transform.shape[0], transform.shape[-1])}")
+    if mean.dtype != jnp.bfloat16:
+        raise DTypeError(f"value mean is {mean.dtype}, expected bfloat16")
