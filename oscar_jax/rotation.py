@@ -356,12 +356,16 @@ def to_fixed_point(matrix: np.ndarray) -> tuple[np.ndarray, float]:
 
     Fits: every column of the *rounded* matrix has integer norm <= 2**14. Rounding can lift a column whose
     norm was exactly 1 (eight entries of 5792.6 become 5793), so the factor shrinks until all fit. One
-    factor for a whole matrix changes nothing: the row's scale absorbs it, and so does the inverse.
+    factor for a whole matrix changes nothing: the row's scale absorbs it, and so does the inverse. A matrix
+    that comes from fixed point goes back unchanged.
     """
     matrix = np.asarray(matrix, np.float64)
     norm = np.sqrt((matrix**2).sum(axis=0).max())
     if not np.isfinite(norm) or norm <= 0:
         raise ConfigError(f"transform has largest column norm {norm}, expected a finite positive one")
+    units = matrix * fmt.TRANSFORM_MAX
+    if 0.5 < norm <= 1.0 and np.array_equal(units, np.rint(units)):
+        return units.astype(np.int16), 1.0
     factor = 1.0 / norm
     limit = fmt.TRANSFORM_MAX**2
     while True:

@@ -129,6 +129,8 @@ def test_fixed_point_columns_never_pass_one(head_dim):
         assert norms.max() <= 2**28 and np.abs(fixed.astype(np.int64)).max() <= 2**14
         assert norms.max() > 2**28 * 0.998  # no precision is given away
         np.testing.assert_allclose(fixed * 2.0**-14, matrix * factor, atol=2.0**-15 * 1.0001)
+        again, unchanged = rotation.to_fixed_point(rotation.from_fixed_point(fixed))
+        assert unchanged == 1.0 and np.array_equal(again, fixed)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
