@@ -1,0 +1,101 @@
+"""Decoding through caches: the attention strategy over INT2 or BF16 layer caches, and their allocation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import ops
+from ..cache import DenseCache, LayerCache, allocate_dense_cache, allocate_layer_cache, live_bytes
+from ..config import ConfigError
+from ..rotation import LayerRotation
+from .config import ModelConfig
+
+MAX_BF16_WINDOW = 1024  # layers with a window up to this keep a BF16 ring: it is as small as INT2 pages
+CACHE_KINDS = ("int2", "bf16")
+
+
+class CachedAttention:
+    """Attends through one cache per layer and stores the new rows; the layer states are the caches.
+
+    `new_lengths` int32 [B] counts the rows of each sequence that are real; the rest of the T rows is padding.
+    `rotations` holds a LayerRotation per layer with a LayerCache. Keys and values are rounded to the cache's
+    dtype before anything reads them, so that a token's row is the same whether its chunk or a later one
+    attends to it. Raises ConfigError for a layer without rotation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotations: Mapping[int, LayerRotation],
+        new_lengths: jax.Array,
+        *,
+        implementation: str | None = None,
+    ) -> None:
+        self.config, self.rotations, self.new_lengths = config, rotations, new_lengths
+        self.implementation = implementation
+
+    def __call__(
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """Attention of one layer; see `decoder.Attention`. Returns float32 [B, T, N, D] and the cache."""
+        if isinstance(state, LayerCache) and layer not in self.rotations:
+            raise ConfigError(
+                f"layer {layer} has an INT2 cache but no rotation, have: {sorted(self.rotations)}"
+            )
+        dtype = state.key.dtype if isinstance(state, DenseCache) else jnp.bfloat16
+        return ops.attend(
+            query,
+            key.astype(dtype),
+            value.astype(dtype),
+            state,
+            self.rotations.get(layer),
+            new_lengths=self.new_lengths,
+            scale=self.config.attention_scale,
+            sliding_window=self.config.layer_windows[layer],
+            implementation=self.implementation,
+        )
+
+
+def int2_layers(config: ModelConfig, *, sliding_layers_bf16: bool = True) -> tuple[int, ...]:
+    """Layers whose cache is INT2; the others have a short window and keep a BF16 ring."""
+    return tuple(
+        layer
+        for layer, window in enumerate(config.layer_windows)
+        if not (sliding_layers_bf16 and window is not None and window <= MAX_BF16_WINDOW)
+    )
+
+
+def allocate_model_cache(
+    config: ModelConfig,
+    batch: int,
+    max_length: int,
+    *,
+    kind: str = "int2",
+    sliding_layers_bf16: bool = True,
+    dtype: Any = jnp.bfloat16,
+    **windows: int,
+) -> list[LayerCache | DenseCache]:
+    """Empty caches, one per layer, for `batch` sequences of up to `max_length` tokens.
+
+    kind "int2": INT2 pages, except for layers with a sliding window of at most 1024, which keep a BF16 ring
+    unless `sliding_layers_bf16` is False. kind "bf16": dense, rings where there is a window; `dtype` other
+    than bfloat16 is for comparisons. `windows` are `sink_tokens`, `recent_tokens`. Raises ConfigError.
+    """
+    if kind not in CACHE_KINDS:
+        raise ConfigError(f"cache kind {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
+    geometry = config.cache_config(**windows)
+    paged = int2_layers(config, sliding_layers_bf16=sliding_layers_bf16) if kind == "int2" else ()
+    return [
+        allocate_layer_cache(geometry, batch, max_length)
+        if layer in paged
+        else allocate_dense_cache(geometry, batch, max_length, window=window, dtype=dtype)
+        for layer, window in enumerate(config.layer_windows)
+    ]
+
+
+def model_live_bytes(caches: Sequence[LayerCache | DenseCache]) -> dict[str, int]:
+    """Sum over layers of `cache.live_bytes`: bytes of stored tokens, of the same tokens in BF16, page counts."""
+    per_layer = [live_bytes(cache) for cache in caches]
+    return {name: sum(layer[name] for layer in per_layer) for name in per_layer[0]}
