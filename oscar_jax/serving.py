@@ -447,7 +447,10 @@ def append_layer(
     new_lengths: jax.Array,
     implementation: str | None,
 ) -> LayerCache:
-    """`ops.append_rows` as the pool runs it: compiled, on a donated view of the pool's arrays."""
+    """`ops.append_rows` as the pool runs it, on a view of the pool's arrays.
+
+    Compiled, and the view is donated.
+    """
     return _append_compiled(cache, rotation, key, value, new_lengths, implementation=implementation)
 
 

@@ -432,7 +432,7 @@ def append_layer(
     new_lengths: Tensor,
     implementation: str | None,
 ) -> LayerCache:
-    """`ops.append_rows` as the pool runs it: in place, on a view of the pool's arrays."""
+    """`ops.append_rows` as the pool runs it, on a view of the pool's arrays."""
     return ops.append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
 
 

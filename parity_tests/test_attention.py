@@ -28,7 +28,7 @@ class Case:
             for b, length in enumerate(LENGTHS):
                 bits[b, length:] = NAN
         self.cache = PackageCache(framework, self.rotation, self.batch, 600, dense=dense, **settings)
-        self.cache.append(*self.stored, LENGTHS)
+        self.cache.append(self.stored[0], self.stored[1], LENGTHS)
         self.new = [self.rows_of(rng, (self.batch, TOKENS, HEADS, HEAD_DIM)) for _ in range(2)]
         self.new_lengths = np.array([TOKENS, 1, TOKENS - 1, 3], dtype=np.int32)
         for bits in self.new:

@@ -38,16 +38,15 @@ class Sequences:
     value: np.ndarray
     rotation: dict[str, np.ndarray]
 
-    def append_to(self, cache: PackageCache, chunk: int, order: slice = slice(None)) -> PackageCache:
+    def append_to(self, cache: PackageCache, chunk: int) -> PackageCache:
         """Writes everything in chunks of `chunk` tokens; shorter sequences run dry and pad."""
-        longest = int(self.lengths[order].max())
+        longest = int(self.lengths.max())
         for start in range(0, longest, chunk):
-            parts = [rows_[order][:, start : start + chunk] for rows_ in (self.key, self.value)]
+            parts = [bits[:, start : start + chunk] for bits in (self.key, self.value)]
             missing = chunk - parts[0].shape[1]
-            parts = [
-                np.pad(part, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=NAN) for part in parts
-            ]
-            cache.append(*parts, np.clip(self.lengths[order] - start, 0, chunk))
+            padding = ((0, 0), (0, missing), (0, 0), (0, 0))
+            key, value = (np.pad(part, padding, constant_values=NAN) for part in parts)
+            cache.append(key, value, np.clip(self.lengths - start, 0, chunk))
         return cache
 
 
