@@ -16,6 +16,8 @@ Index bits (page of 64 tokens): row r = 8 i + g of a score tile is token 8 g + i
 neighbouring tokens (one 16-byte load of scales) and code i of every value word meets row block i.
 """
 
+import dataclasses
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -50,6 +52,22 @@ HALVES_LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 HALVES_RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How one head_dim runs: programs (warps) per multiprocessor, registers per thread, value prefetch."""
+
+    warps_per_processor: int
+    registers: int | None
+    prefetch_values: bool
+
+
+TUNING = {
+    64: Tuning(warps_per_processor=16, registers=128, prefetch_values=False),
+    128: Tuning(warps_per_processor=12, registers=160, prefetch_values=False),
+    256: Tuning(warps_per_processor=8, registers=None, prefetch_values=False),
+}
+
+
 @gluon.constexpr_function
 def _bases(rank: int, *entries: tuple[int, int]) -> list[list[int]]:
     """Basis vectors of a linear layout: (axis, step) pairs; axis -1 is a broadcast bit."""
@@ -74,9 +92,9 @@ def _key_layout(words: int):
 
 @gluon.constexpr_function
 def _value_layout(head_dim: int):
-    """[D, 4 c, 2]: lane (g, c) holds word c of channels g, g + 8, ..., each twice."""
-    rows = [(0, 1 << n) for n in range(3, head_dim.bit_length() - 1)]
-    return _linear([head_dim, 4, 2], [(2, 1), *rows], [(1, 1), (1, 2), (0, 1), (0, 2), (0, 4)])
+    """[D / 8, 8 g, 4 c, 2]: lane (g, c) holds word c of channels 8 r + g, each twice."""
+    rows = [(0, 1 << n) for n in range((head_dim // 8).bit_length() - 1)]
+    return _linear([head_dim // 8, 8, 4, 2], [(3, 1), *rows], [(2, 1), (2, 2), (1, 1), (1, 2), (1, 4)])
 
 
 @gluon.constexpr_function
@@ -135,15 +153,15 @@ def _key_operand(words, D: gl.constexpr):
 
 @gluon.jit
 def _value_operand(words, D: gl.constexpr):
-    """Value words int32 [D, 4 c] -> fp16 [D, 64], column 8 i + 2 c + b = code of token 16 c + 8 b + i."""
-    word = gl.expand_dims(words, 2).broadcast_to([D, 4, 2])
-    high = gl.expand_dims(words >> 10, 2).broadcast_to([D, 4, 2])
+    """Value words int32 [D / 8, 8 g, 4 c] -> fp16 [D, 64], column 8 i + 2 c + b = code of token 16 c + 8 b + i."""
+    word = gl.expand_dims(words, 3).broadcast_to([D // 8, 8, 4, 2])
+    high = gl.expand_dims(words >> 10, 3).broadcast_to([D // 8, 8, 4, 2])
     pair0 = gl.join(_halves(HALF_0, word), _halves(HALF_1, word))
     pair1 = gl.join(_halves(HALF_2, word), _halves(HALF_3, word))
     pair2 = gl.join(_halves(HALF_4, word), _halves(HALF_0, high))
     pair3 = gl.join(_halves(HALF_1, high), _halves(HALF_2, high))
-    codes = gl.join(gl.join(pair0, pair1), gl.join(pair2, pair3))  # [D, c, b, i0, i1, i2]
-    codes = codes.permute((0, 5, 4, 3, 1, 2)).reshape([D, 64])
+    codes = gl.join(gl.join(pair0, pair1), gl.join(pair2, pair3))  # [D / 8, g, c, b, i0, i1, i2]
+    codes = codes.permute((0, 1, 6, 5, 4, 2, 3)).reshape([D, 64])
     return gl.convert_layout(codes, HALVES_LEFT, assert_trivial=True)
 
 
@@ -208,20 +226,23 @@ def _history_split(
     low = first + split * per_split
     high = gl.minimum(low + per_split, history)
 
-    # Offsets of a lane inside a page.
+    # Offsets inside a page: of the lane, and (constants, folded into the load instructions) of its registers.
     key_layout: gl.constexpr = gl.SliceLayout(4, _key_layout(words))
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, key_layout))))
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, key_layout))))
     c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, key_layout))))
     j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, key_layout))))
-    key_offset = (8 * g[:, None, None, None] + i[None, :, None, None]) * (D // 16)
-    key_offset += c[None, None, :, None] * words + j[None, None, None, :]
-    value_layout: gl.constexpr = gl.SliceLayout(2, _value_layout(D))
-    d = gl.arange(0, D, layout=gl.SliceLayout(1, value_layout))
-    value_offset = 4 * d[:, None] + gl.arange(0, 4, layout=gl.SliceLayout(0, value_layout))[None, :]
+    key_lane = (D // 2) * g[:, None, None, None] + words * c[None, None, :, None]
+    key_register = (D // 16) * i[None, :, None, None] + j[None, None, None, :]
+    value_layout: gl.constexpr = gl.SliceLayout(3, _value_layout(D))
+    r = gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, value_layout)))
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, value_layout)))
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, value_layout)))
+    value_lane = 4 * g[None, :, None] + c[None, None, :]
+    value_register = 32 * r[:, None, None]
     scale_layout: gl.constexpr = _scale_layout()
-    scale_offset = 8 * gl.arange(0, 8, layout=gl.SliceLayout(1, scale_layout))[:, None]
-    scale_offset += gl.arange(0, 8, layout=gl.SliceLayout(0, scale_layout))[None, :]
+    scale_lane = 8 * gl.arange(0, 8, layout=gl.SliceLayout(1, scale_layout))[:, None]
+    scale_register = gl.arange(0, 8, layout=gl.SliceLayout(0, scale_layout))[None, :]
 
     # The query as right operand [D, 2 GP]: columns 2 h and 2 h + 1 are the bytes of head h.
     k = gl.arange(0, D, layout=gl.SliceLayout(1, BYTES_RIGHT))
@@ -255,25 +276,25 @@ def _history_split(
 
     physical = gl.load(page_table_ptr + low, mask=low < high, other=0).to(gl.int64) * K + head
     following = gl.load(page_table_ptr + low + 1, mask=low + 1 < high, other=0)
-    key_words = gl.load(key_codes_ptr + physical * (4 * D) + key_offset, mask=low < high)
-    key_scale = gl.load(key_scale_ptr + physical * PAGE + scale_offset, mask=low < high)
-    value_scale = gl.load(value_scale_ptr + physical * PAGE + scale_offset, mask=low < high)
+    key_words = gl.load(key_codes_ptr + physical * (4 * D) + key_lane + key_register, mask=low < high)
+    key_scale = gl.load(key_scale_ptr + physical * PAGE + scale_lane + scale_register, mask=low < high)
+    value_scale = gl.load(value_scale_ptr + physical * PAGE + scale_lane + scale_register, mask=low < high)
     page_score = gl.load(page_score_ptr + low * GP + h, mask=(h < G) & (low < high), other=0.0)
     if PREFETCH_VALUES:
-        value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_offset, mask=low < high)
+        value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_lane + value_register, mask=low < high)
     for page in range(low, high):
         # Loads for the next page go out before this page is computed.
         more = page + 1 < high
         next_physical = following.to(gl.int64) * K + head
         following = gl.load(page_table_ptr + page + 2, mask=page + 2 < high, other=0)
         if not PREFETCH_VALUES:
-            value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_offset)
-        next_key_words = gl.load(key_codes_ptr + next_physical * (4 * D) + key_offset, mask=more)
-        next_key_scale = gl.load(key_scale_ptr + next_physical * PAGE + scale_offset, mask=more)
-        next_value_scale = gl.load(value_scale_ptr + next_physical * PAGE + scale_offset, mask=more)
+            value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_lane + value_register)
+        next_key_words = gl.load(key_codes_ptr + next_physical * (4 * D) + key_lane + key_register, mask=more)
+        next_key_scale = gl.load(key_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more)
+        next_value_scale = gl.load(value_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more)
         next_page_score = gl.load(page_score_ptr + (page + 1) * GP + h, mask=(h < G) & more, other=0.0)
         if PREFETCH_VALUES:
-            next_value_words = gl.load(value_codes_ptr + next_physical * (4 * D) + value_offset, mask=more)
+            next_value_words = gl.load(value_codes_ptr + next_physical * (4 * D) + value_lane + value_register, mask=more)
 
         # Scores in units of `factor`: integers times the token's scale, plus the page's mean.
         s = mma_v2(_key_operand(key_words, D), limbs, start).to(gl.float32, bitcast=True)
@@ -442,3 +463,44 @@ def _stage_kernel(
             o_ptr + (SPLITS + index) * D, lse_ptr + SPLITS + index,
             K, G, GP, D, total, SINK_PAGES, RECENT_SLOTS,
         )  # fmt: skip
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache,
+    rotation,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest token of every sequence over all that is stored, itself included.
+
+    query [B, N, D] -> float32 [B, N, D]; `scale` multiplies the scores (usually D**-0.5). A sliding window of
+    w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
+    sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device other than Hopper,
+    head_dim other than 64, 128, 256, more than 16 query heads per key/value head) before anything is
+    allocated. CUDA-graph capturable.
+    """
+    check_device(query, capability=HOPPER)
+    if query.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
+    tuning = TUNING[query.shape[-1]]
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    plan = plain.plan_decode(query, cache, rotation, programs=tuning.warps_per_processor * processors)
+    query = query.contiguous()
+    prepared = plain.prepare(plan, query, cache, rotation, scale, limbs=True)
+    o, lse = plain.allocate_partials(plan, query.device)
+    _stage_kernel[(plan.total, plan.heads, plan.batch)](
+        query, prepared.rotated, prepared.factor, prepared.bias, prepared.page_score, prepared.value_max,
+        cache.key_codes, cache.value_codes, cache.key_scale.view(torch.int16),
+        cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
+        cache.window_value.view(torch.int16), cache.page_table, cache.page_table.shape[1],
+        cache.window_table, cache.lengths, cache.history_pages, scale * plain.LOG2_E, sliding_window or 0,
+        plan.blocks, o, lse,
+        K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, SPLITS=plan.splits,
+        SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots, SLIDING=sliding_window is not None,
+        BLOCKS=max(32, triton.next_power_of_2(plan.blocks)), PREFETCH_VALUES=tuning.prefetch_values,
+        num_warps=1, maxnreg=tuning.registers,
+    )  # fmt: skip
+    return plain.merge(plan, o, lse, rotation, sink_logits)
