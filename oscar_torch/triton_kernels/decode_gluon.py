@@ -178,23 +178,23 @@ def _transpose_operand(p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _to_columns(x, GP: gl.constexpr):
-    """Per head [GP] -> per accumulator column [max(8, GP)]: column 2 c + j of a tile is head 4 j + c."""
+def _columns_of_heads(x, ROWS: gl.constexpr, GP: gl.constexpr):
+    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; with four heads j = 1 is 0."""
     if GP == 4:
-        x = gl.join(x, x).reshape([8])
+        x = gl.join(x, gl.zeros_like(x)).reshape([ROWS, 8])
     else:
-        x = x.reshape([GP // 8, 2, 4]).permute((0, 2, 1)).reshape([GP])
-    return gl.convert_layout(x, gl.SliceLayout(0, MMA), assert_trivial=True)
+        x = x.reshape([ROWS, GP // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, GP])
+    return gl.convert_layout(x, MMA, assert_trivial=True)
 
 
 @gluon.jit
-def _probability_operand(p, GP: gl.constexpr):
-    """Weights fp16 [64, GP] -> right operand [64, max(8, GP)]; with four heads every other column is zero."""
+def _heads_of_columns(x, ROWS: gl.constexpr, GP: gl.constexpr):
+    """The inverse of `_columns_of_heads`; the zero columns of four heads are dropped, and take no registers."""
     if GP == 4:
-        p = gl.join(p, gl.zeros_like(p)).reshape([64, 8])
+        x, _ = gl.split(x.reshape([ROWS, 4, 2]))
     else:
-        p = p.reshape([64, GP // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([64, GP])
-    return _transpose_operand(p, 64, 8 if GP == 4 else GP)
+        x = x.reshape([ROWS, GP // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, GP])
+    return x
 
 
 @gluon.jit
@@ -220,6 +220,7 @@ def _history_split(
 ):  # fmt: skip
     """Flash attention over one split of the INT2 pages, by one warp."""
     words: gl.constexpr = D // 64
+    COLUMNS: gl.constexpr = 8 if GP == 4 else GP
     # Pages [low, high) of this split.
     first = gl.minimum(gl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
     per_split = (history - first + SPLITS - 1) // SPLITS
@@ -269,7 +270,7 @@ def _history_split(
     weight_unit = PROBABILITY_UNIT / (unit * restore)
 
     m = gl.full([GP], -3.0e38, gl.float32, layout=head_layout)
-    acc = gl.full([D, 8 if GP == 4 else GP], 0.0, gl.float32, layout=MMA)
+    o = _heads_of_columns(gl.full([D, COLUMNS], 0.0, gl.float32, layout=MMA), D, GP)
     pieces = gl.full([64, GP], 0.0, gl.float32, layout=score_layout).reshape([8, 8, GP])
     l = gl.sum(pieces, 0)
     weight_sum = gl.sum(pieces, 0)
@@ -317,8 +318,10 @@ def _history_split(
         l = l * lane_alpha[None, :] + gl.sum(p.reshape([8, 8, GP]), 0)
         weight_sum = weight_sum * lane_alpha[None, :] + gl.sum((weight * restore[:, None]).reshape([8, 8, GP]), 0)
 
-        weights = _probability_operand(weight.to(gl.float16), GP)
-        acc = mma_v2(_value_operand(value_words, D), weights, acc * _to_columns(alpha, GP)[None, :])
+        weights = _transpose_operand(_columns_of_heads(weight.to(gl.float16), 64, GP), 64, COLUMNS)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(0, o.type.layout), assert_trivial=True)[None, :]
+        acc = mma_v2(_value_operand(value_words, D), weights, _columns_of_heads(o, D, GP))
+        o = _heads_of_columns(acc, D, GP)
         m = m_new
         physical = next_physical
         key_words = next_key_words
@@ -328,10 +331,6 @@ def _history_split(
         if PREFETCH_VALUES:
             value_words = next_value_words
 
-    if GP == 4:
-        o, _ = gl.split(acc.reshape([D, 4, 2]))
-    else:
-        o = acc.reshape([D, GP // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([D, GP])
     out_layout: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     l = gl.convert_layout(gl.sum(l, 0), out_layout)
     weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), out_layout)
