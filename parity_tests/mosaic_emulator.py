@@ -299,6 +299,9 @@ class Machine:
     def sync_block(self):
         pass
 
+    def sync_warpgroup(self):
+        pass
+
     # ---- control flow
     def loop(self, count, carry, body: Callable[[list], list]):
         carry = list(carry)

@@ -2,9 +2,10 @@
 
 Byte for byte the quantizer of `quantize.py` (the step numbers are those of `docs/int2-format.md`, section 2):
 rows and transform are split into signed bytes, and `s8 x s8 -> s32` matrix instructions sum their products
-exactly. A block of four warps keeps one head's transform in shared memory, already in the order of the right
-operand, and walks over pages; warp w owns the tokens 16w .. 16w+15, so that a lane ends up with the 16 codes
-of a key word, and a warp with the 16 codes of a value word. Keys and values share one launch.
+exactly. A block keeps one head's transform in shared memory, already in the order of the right operand, and
+each of its warpgroups walks over pages of its own; warp w of a group owns the tokens 16w .. 16w+15, so that a
+lane ends up with the 16 codes of a key word, and a warp with the 16 codes of a value word. Keys and values
+share one launch.
 """
 
 import dataclasses
@@ -20,11 +21,12 @@ from .. import cache_format as fmt
 from ..config import DTypeError, ShapeError
 from ..quantize import check_pages, round_to_bfloat16
 from . import fragments as frag
-from .tuning import quantize_blocks
+from .registers import Warpgroup
+from .tuning import quantize_plan
 
 PAGE = fmt.PAGE_TOKENS
 HEAD_DIMS = (64, 128, 256)
-WARPS = 4
+WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
@@ -40,11 +42,13 @@ class QuantizeShape:
     head_dim: int
     rotation_heads: int  # 1 or `heads`
     blocks: int  # per head and kind
+    warpgroups: int  # of a block
     kinds: tuple[str, ...]  # "key", "value" or both
 
-    # Shared memory, byte offsets: transform, two row tiles, mean, partial sums, value words, one word per warp.
+    # Shared memory: the transform, then per warpgroup, at these byte offsets: two row tiles, the mean, partial
+    # sums, value words, one word per warp.
     @property
-    def tile_offset(self) -> int:
+    def transform_bytes(self) -> int:
         return 2 * self.head_dim**2
 
     @property
@@ -53,7 +57,7 @@ class QuantizeShape:
 
     @property
     def mean_offset(self) -> int:
-        return self.tile_offset + 2 * self.tile_bytes
+        return 2 * self.tile_bytes
 
     @property
     def sum_offset(self) -> int:
@@ -68,8 +72,12 @@ class QuantizeShape:
         return self.word_offset + 16 * self.head_dim
 
     @property
-    def shared_bytes(self) -> int:
+    def area_bytes(self) -> int:
         return self.warp_offset + 4 * WARPS
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.transform_bytes + self.warpgroups * self.area_bytes
 
 
 # ------------------------------------------------------------------------------------------ kernel body
@@ -82,8 +90,11 @@ def quantize_body(m: Any, shape: QuantizeShape, block: tuple, refs: dict) -> Non
         m.when(kind.eq(i), functools.partial(_pages, m, shape, refs, name, first, head))
 
 
-def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head: Any) -> None:
-    head_dim, shared = shape.head_dim, m.shared_base
+def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head: Any) -> None:
+    """All pages of one block: `kind` rows of one head, from page `first` on."""
+    m = Warpgroup(block)
+    m.area = m.shared_base + shape.transform_bytes + m.index * shape.area_bytes
+    head_dim = shape.head_dim
     g, c = m.lane >> 2, m.lane & 3
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
     row_bytes = 2 * head_dim
@@ -91,9 +102,11 @@ def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head
     copies = PAGE * chunks // THREADS  # per thread
 
     # ---- the transform, in operand order; it stays
-    source = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * head_dim**2).at(m.thread, 16)
-    for n in range(2 * head_dim**2 // (16 * THREADS)):
-        m.copy_async(shared + m.thread * 16, source, 16 * THREADS * n, 16 * THREADS * n)
+    source = m.pointer(refs[kind + "_transform"]).at(rotation_head, shape.transform_bytes)
+    threads = THREADS * shape.warpgroups
+    for n in range(-(-shape.transform_bytes // (16 * threads))):
+        chunk = (block.thread + n * threads).min(shape.transform_bytes // 16 - 1)
+        m.copy_async(m.shared_base + chunk * 16, source.at(chunk, 16))
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
 
     # ---- row tiles: chunk i of row t lies at chunk frag.row_chunk(t, i) of that row
@@ -101,8 +114,7 @@ def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head
     for n in range(copies):
         flat = m.thread + n * THREADS
         own.append((flat.udiv(chunks), flat.umod(chunks)))
-    tile = shared + shape.tile_offset
-    slots = [tile + row * row_bytes + frag.row_chunk(row, chunk) * 16 for row, chunk in own]
+    slots = [m.area + row * row_bytes + frag.row_chunk(row, chunk) * 16 for row, chunk in own]
     rows = m.pointer(refs[kind + "_rows"]).at(head, row_bytes)
     token_stride = shape.heads * row_bytes
 
@@ -115,22 +127,26 @@ def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head
         m.when(page.lt(shape.pages), lambda: fetch(page, buffer))
         m.commit_copies()
 
+    first = first + m.index * shape.blocks
+    stride = shape.blocks * shape.warpgroups
     fetch_if_there(first, m.Int(0))
     if kind == "value":
         _store_value_mean(m, shape, refs, rotation_head)
+    m.wait_copies(0)
+    block.sync_block()  # the transform is there
 
     def page_step(carry):
         page, buffer = carry
         other = shape.tile_bytes - buffer
-        fetch_if_there(page + shape.blocks, other)
+        fetch_if_there(page + stride, other)
         m.wait_copies(1)
         largest = _clean_own_rows(m, [slot + buffer for slot in slots])
         page_head = page * shape.heads + head
         if kind == "key":
-            _page_mean(m, shape, refs, tile + buffer, largest, page_head)
-        m.sync_block()  # cleaned rows and mean are visible
+            _page_mean(m, shape, refs, m.area + buffer, largest, page_head)
+        m.sync_warpgroup()  # cleaned rows and mean are visible
 
-        y, steps, exponents = _rotate_rows(m, shape, tile + buffer, g, c)
+        y, exponents = _rotate_rows(m, shape, m.area + buffer, g, c)
         bounds = []
         for half in range(2):
             total = functools.reduce(lambda a, b: a + b, [_abs(x) >> fmt.ABS_SHIFT for x in y[half]])
@@ -149,10 +165,10 @@ def _pages(m: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head
         codes = [[_code(x, bounds[half]) for x in y[half]] for half in range(2)]
         store = _store_key_words if kind == "key" else _store_value_words
         store(m, shape, refs, codes, page_head, g, c)
-        m.sync_block()  # the tile and the words may be overwritten
-        return [page + shape.blocks, other]
+        m.sync_warpgroup()  # the tile and the words may be overwritten
+        return [page + stride, other]
 
-    count = (m.Int(shape.pages + shape.blocks - 1) - first).max(0).udiv(shape.blocks)
+    count = (m.Int(shape.pages + stride - 1) - first).max(0).udiv(stride)
     m.loop(count, [first, m.Int(0)], page_step)
     m.wait_copies(0)
 
@@ -173,7 +189,7 @@ def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: A
     def store():
         address = m.pointer(refs["value_mean"]).at(rotation_head, 2 * shape.head_dim).at(m.thread, 4)
         word = _clean_word(m, m.load_global(address)[0])
-        m.store_shared(m.shared_base + m.thread * 8, [word << 16, word & 0xFFFF0000], shape.mean_offset)
+        m.store_shared(m.area + m.thread * 8, [word << 16, word & 0xFFFF0000], shape.mean_offset)
 
     m.when(m.thread.lt(words), store)
 
@@ -209,12 +225,12 @@ def _clean_own_rows(m: Any, slots: list) -> Any:
 
 def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any, page_head: Any) -> None:
     """Step 2: the mean key of the page, to shared memory (float32) and to `key_page_mean`."""
-    head_dim, shared = shape.head_dim, m.shared_base
+    head_dim, shared = shape.head_dim, m.area
     top = (largest >> 16).max(largest & 0xFFFF)
     for distance in (1, 2, 4, 8, 16):
         top = top.max(m.shuffle_xor(top, distance))
     m.store_shared(shared + m.warp * 4, [top], shape.warp_offset)
-    m.sync_block()
+    m.sync_warpgroup()
     tops = m.load_shared(shared, 4, shape.warp_offset)
     exponent = (functools.reduce(lambda a, b: a.max(b), tops) >> 7) - 127
     empty = exponent.lt(fmt.MIN_EXPONENT)
@@ -235,7 +251,7 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any
         for i, x in enumerate((word << 16, word & 0xFFFF0000)):
             totals[i] = totals[i] + x.as_float().fma(up, 0.5).floor_to_int()
     m.store_shared(shared + m.thread * 8, totals, shape.sum_offset)
-    m.sync_block()
+    m.sync_warpgroup()
 
     def finish():
         sums = [m.load_shared(shared + m.thread * 8, 2, shape.sum_offset + 8 * pairs * i) for i in range(parts)]
@@ -252,16 +268,16 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any
 
 
 def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple:
-    """Steps 3-6 for rows 16 * warp + g and + 8: Y [half][2n + b], the rows' unit factors and exponents.
+    """Steps 3-6 for rows 16 * warp + g and + 8: Y [half][2n + b] and the exponents of the rows.
 
     Entry 2n + b of a lane is the output channel frag.rotated_channel(n, 2c + b).
     """
-    head_dim, shared = shape.head_dim, m.shared_base
+    head_dim = shape.head_dim
     steps = head_dim // 32
     centered: list[list] = [[], []]
     for s in range(steps):
         # This lane's eight channels of the k-step: 32 s + 8 c ...
-        mean = [m.load_shared(shared + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
+        mean = [m.load_shared(m.area + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
         mean = [w.as_float() for w in mean[0] + mean[1]]
         for half in range(2):
             row = m.warp * 16 + g + 8 * half
@@ -271,7 +287,7 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
             centered[half] += [a - b for a, b in zip(x, mean)]
     high: list[list] = [[], []]
     low: list[list] = [[], []]
-    factors, exponents = [], []
+    exponents = []
     for half in range(2):
         top = functools.reduce(lambda a, b: a.max(b), [x.abs() for x in centered[half]])
         for distance in (1, 2):
@@ -286,7 +302,6 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
             four = fixed[i : i + 4]
             low[half].append(_gather(m, four, 0))  # the low limb is the low byte, read as signed
             high[half].append(_gather(m, [v + 128 for v in four], 1))
-        factors.append(factor)
         exponents.append(exponent)
 
     y: list[list] = [[], []]
@@ -294,7 +309,7 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
         high_high, middle, low_low = ([m.Int(0)] * 4 for _ in range(3))
         for s in range(steps):
             # (high, low) of the transform: words for the channels +0..3 and +4..7 of the k-step
-            b = m.load_shared(shared + m.lane * 16, 4, 512 * (n * steps + s))
+            b = m.load_shared(m.shared_base + m.lane * 16, 4, 512 * (n * steps + s))
             a_high = [high[half][2 * s + i] for i in range(2) for half in range(2)]
             a_low = [low[half][2 * s + i] for i in range(2) for half in range(2)]
             high_high = m.mma_s8(a_high, b[:2], high_high)
@@ -305,7 +320,7 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
             for b in range(2):
                 i = 2 * half + b
                 y[half].append((high_high[i] << fmt.LIMB_BITS) + middle[i] + low_low[i].sar(fmt.LIMB_BITS))
-    return y, factors, exponents
+    return y, exponents
 
 
 def _gather(m: Any, four: list, byte: int) -> Any:
@@ -342,12 +357,12 @@ def _store_value_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, pa
     for i, word in enumerate(partial):
         entry = start + i
         channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
-        m.store_shared(m.shared_base + channel * 16 + m.warp * 4, [word], shape.word_offset)
-    m.sync_block()
+        m.store_shared(m.area + channel * 16 + m.warp * 4, [word], shape.word_offset)
+    m.sync_warpgroup()
     base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim)
 
     def store(channel):
-        words = m.load_shared(m.shared_base + channel * 16, 4, shape.word_offset)
+        words = m.load_shared(m.area + channel * 16, 4, shape.word_offset)
         m.store_global(base.at(channel, 16), words)
 
     for n in range(-(-shape.head_dim // THREADS)):
@@ -411,6 +426,8 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
         out_type=tuple(jax.ShapeDtypeStruct(shapes[n], fmt.INT2_ARRAYS[n]) for n in outputs),
         grid=(shape.blocks, shape.heads, len(shape.kinds)),
         grid_names=("first", "head", "kind"),
+        num_threads=shape.warpgroups,
+        thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="oscar_quantize",
@@ -424,8 +441,8 @@ def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]
         raise NotImplementedError(f"head_dim = {head_dim}: the Mosaic quantize kernel serves {HEAD_DIMS}")
     if pages < 1:
         raise NotImplementedError(f"{pages} pages: the Mosaic quantize kernel needs at least one")
-    blocks = min(pages, quantize_blocks(heads * len(kinds), head_dim))
-    return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, kinds)
+    blocks, warpgroups = quantize_plan(pages, heads * len(kinds), head_dim)
+    return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, warpgroups, kinds)
 
 
 def _launch(shape: QuantizeShape, arrays: dict) -> dict[str, jax.Array]:

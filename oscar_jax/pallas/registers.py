@@ -366,6 +366,9 @@ class MosaicMachine:
     def sync_block(self):
         gpu.barrier()
 
+    def sync_warpgroup(self):
+        mosaic_utils.warpgroup_barrier()
+
     # ---- control flow
     def loop(self, count: Int, carry: Sequence, body: Callable[[list], list]) -> list:
         """Runs `body(carry) -> carry` `count` times; `count` is the same in all lanes of a warp."""
@@ -390,6 +393,21 @@ class MosaicMachine:
         with ir.InsertionPoint(op.else_block):
             scf.YieldOp([x.value for x in carry])
         return [kind(x) for kind, x in zip(kinds, op.results)]
+
+
+class Warpgroup:
+    """Four consecutive warps of a block as a machine of their own, with their own barrier."""
+
+    def __init__(self, machine):
+        self._machine = machine
+        self.thread, self.warp = machine.thread & 127, machine.warp & 3
+        self.index = machine.warp >> 2
+
+    def __getattr__(self, name):
+        return getattr(self._machine, name)
+
+    def sync_block(self):
+        raise AttributeError("a warpgroup meets its own barrier, sync_warpgroup")
 
 
 def _store_form(count: int, offset: int) -> str:

@@ -32,10 +32,11 @@ def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
     return DecodePlan(min(by_device, by_pages), warps, stages)
 
 
-# head_dim -> blocks of four warps that fit on one multiprocessor
+# head_dim -> warpgroups per block; one block fits on a multiprocessor
 _QUANTIZE = {64: 4, 128: 3, 256: 1}
 
 
-def quantize_blocks(rows: int, head_dim: int) -> int:
-    """Blocks that share the pages of one head and kind, for `rows` = heads x kinds: one wave."""
-    return max(1, MULTIPROCESSORS * _QUANTIZE[head_dim] // rows)
+def quantize_plan(pages: int, rows: int, head_dim: int) -> tuple[int, int]:
+    """Blocks per head and kind, and their warpgroups, for `rows` = heads x kinds: at most one wave."""
+    blocks = min(pages, max(1, MULTIPROCESSORS // rows))
+    return blocks, min(_QUANTIZE[head_dim], max(1, pages // blocks))
