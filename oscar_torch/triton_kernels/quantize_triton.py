@@ -269,6 +269,74 @@ def _flush_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _copy_row(rows_ptr, window_ptr, slot, head, row, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    channels = tl.arange(0, DP)
+    bits = tl.load(rows_ptr + head * D + channels, mask=channels < D, other=0)
+    tl.store(window_ptr + ((slot * K + head) * PAGE + row) * D + channels, bits, mask=channels < D)
+
+
+@triton.jit
+def _append_kernel(
+    key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, page_table_ptr, stride_table,
+    window_table_ptr, window_key_ptr, window_value_ptr,
+    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
+    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (K, B, 2 * 64 / ROWS): store one new row and, where a page leaves the recent part, quantize it.
+
+    The page that leaves and the page of the new row are never the same slot, so programs do not wait.
+    """
+    head = tl.program_id(0)
+    b = tl.program_id(1)
+    row0 = (tl.program_id(2) // 2) * ROWS
+    is_key = tl.program_id(2) % 2 == 0
+    if tl.load(new_lengths_ptr + b) > 0:
+        length = tl.load(lengths_ptr + b)
+        history = tl.load(history_ptr + b)
+        table = window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS)
+        if row0 == 0:
+            page = length // PAGE
+            slot = tl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
+            slot = tl.load(table + slot).to(tl.int64)
+            if is_key:
+                _copy_row(key_ptr + b * K * D, window_key_ptr, slot, head, length % PAGE, K, D, DP)
+            else:
+                _copy_row(value_ptr + b * K * D, window_value_ptr, slot, head, length % PAGE, K, D, DP)
+        if length + 1 >= (SINK_PAGES + RECENT_SLOTS + history) * PAGE:
+            source = tl.load(table + SINK_PAGES + history % RECENT_SLOTS).to(tl.int64)
+            target = tl.load(page_table_ptr + b * stride_table + history).to(tl.int64)
+            if is_key:
+                _flush_role(
+                    window_key_ptr, source, target, head, key_transform_ptr, key_multiplier_ptr,
+                    key_page_mean_ptr, stride_rotation, key_codes_ptr, key_scale_ptr, row0,
+                    True, K, D, DP, ROWS, CHUNK,
+                )  # fmt: skip
+            else:
+                _flush_role(
+                    window_value_ptr, source, target, head, value_transform_ptr, value_multiplier_ptr,
+                    value_mean_ptr, stride_rotation, value_codes_ptr, value_scale_ptr, row0,
+                    False, K, D, DP, ROWS, CHUNK,
+                )  # fmt: skip
+
+
+@triton.jit
+def _advance_kernel(
+    new_lengths_ptr, lengths_ptr, history_ptr, batch,
+    SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Counts the appended rows, after every program of `_append_kernel` has read the old counts."""
+    b = tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + b, mask=b < batch, other=0)
+    history = tl.load(history_ptr + b, mask=b < batch, other=0)
+    length += tl.minimum(tl.load(new_lengths_ptr + b, mask=b < batch, other=0), 1)
+    due = tl.maximum(length // PAGE - (SINK_PAGES + RECENT_SLOTS - 1), 0)
+    tl.store(lengths_ptr + b, length, mask=b < batch)
+    tl.store(history_ptr + b, tl.maximum(history, due), mask=b < batch)
+
+
 def _tiles(head_dim: int) -> dict[str, int]:
     """Tile sizes by head_dim: padded channels, rows per program, contraction chunk, warps."""
     check_head_dim(head_dim)
@@ -406,4 +474,38 @@ def flush_pages(cache, rotation, source_pages: torch.Tensor, destination_pages: 
         _bits(rotation.value_mean), stride_rotation, cache.key_codes, cache.value_codes,
         _bits(cache.key_scale), _bits(cache.value_scale), _bits(cache.key_page_mean),
         K=heads, D=head_dim, **tiles,
+    )  # fmt: skip
+
+
+def append_token(
+    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor
+) -> None:
+    """Appends at most one row per sequence and quantizes the pages that become history, in two launches.
+
+    key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
+    bytes of `cache.append_rows`, without a host synchronization and hence CUDA-graph capturable; for the same
+    reason the caller makes sure beforehand that the page tables have room. Raises ShapeError,
+    NotImplementedError (device). Format page, section 4.
+    """
+    config = cache.config
+    heads, head_dim, batch = config.num_key_value_heads, config.head_dim, cache.batch
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape != (batch, 1, heads, head_dim):
+            raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
+    tiles = _tiles(head_dim)
+    stride_rotation = rotation_stride(rotation.key_transform.shape[0], heads)
+    check_device(cache.window_key)
+    windows = {"SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots}
+    _append_kernel[(heads, batch, 2 * fmt.PAGE_TOKENS // tiles["ROWS"])](
+        _bits(key.to(torch.bfloat16).contiguous()), _bits(value.to(torch.bfloat16).contiguous()),
+        new_lengths, cache.lengths, cache.history_pages, cache.page_table, cache.page_table.shape[1],
+        cache.window_table, _bits(cache.window_key), _bits(cache.window_value),
+        rotation.key_transform, rotation.value_transform, rotation.key_multiplier, rotation.value_multiplier,
+        _bits(rotation.value_mean), stride_rotation, cache.key_codes, cache.value_codes,
+        _bits(cache.key_scale), _bits(cache.value_scale), _bits(cache.key_page_mean),
+        K=heads, D=head_dim, **windows, **tiles,
+    )  # fmt: skip
+    _advance_kernel[(1,)](
+        new_lengths, cache.lengths, cache.history_pages, batch,
+        BLOCK=triton.next_power_of_2(batch), num_warps=1, **windows,
     )  # fmt: skip
