@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from . import cache_format as fmt
-from .config import CalibrationConfig, ConfigError, OscarError
+from .config import CalibrationConfig, CheckpointError, ConfigError, OscarError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -43,7 +43,7 @@ methods:
   bf16           the same model with a BF16 cache: the reference
   int2           the rotation set, through the real 2-bit cache
   int2:BASIS     the real cache with another basis fitted to the same statistics; BASIS is channel_balanced,
-                 balanced, oscar, hadamard or identity, with its damping after an @: int2:balanced@0.1
+                 balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow: int2:balanced@0.1@1.6
   published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
                  scale and zero per 128 channels
   hadamard       the same quantizer behind a plain Hadamard rotation, simulated
@@ -66,14 +66,18 @@ examples:
   oscar inspect rotations/
   oscar inspect rotations.safetensors
   oscar inspect k_rotation.pt
+  oscar inspect model.gguf
+  oscar inspect format
 """
 _CONVERT_EPILOG = """\
-The direction follows from the names: a rotation set is a directory or a .safetensors file; DESTINATION says
-what it becomes.
+SOURCE is a rotation set (directory or .safetensors), a directory or key file of a published .pt pair, or a
+.gguf file with rotation tensors. What DESTINATION becomes follows from its suffix, or from --to.
 
 examples:
   oscar convert rotations/ rotations.safetensors
-  oscar convert rotations.safetensors rotations/
+  oscar convert published/k_rotation.pt mine/ --values published/v_rotation.pt --model Qwen3-8B/
+  oscar convert rotations/ for-sglang/ --to pair
+  oscar convert rotations/ rotated.gguf --base model.gguf
 """
 
 
@@ -137,7 +141,10 @@ def _add_command(commands, name: str, summary: str, epilog: str, run) -> argpars
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--model", required=True, metavar="PATH", help="a .gguf file or a Hugging Face checkpoint directory"
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a .gguf file, a Hugging Face checkpoint directory, or gemma3-270m (from its pip package)",
     )
     command.add_argument(
         "--dtype",
@@ -277,9 +284,11 @@ def _add_generate(commands) -> None:
     command.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default %(default)s)"
     )
-    command.add_argument("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens")
     command.add_argument(
-        "--top-p", type=float, metavar="X", help="sample among the likeliest tokens of mass X"
+        "--top-k", type=int, default=0, metavar="N", help="sample among the N likeliest tokens"
+    )
+    command.add_argument(
+        "--top-p", type=float, default=1.0, metavar="X", help="sample among the likeliest tokens of mass X"
     )
     command.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the sampling (default %(default)s)"
@@ -297,7 +306,9 @@ def _add_inspect(commands) -> None:
         _INSPECT_EPILOG,
         _run_inspect,
     )
-    command.add_argument("path", metavar="PATH", help="a directory or file")
+    command.add_argument(
+        "path", metavar="PATH", help="a directory or file, or the word format: the INT2 page format itself"
+    )
 
 
 def _add_convert(commands) -> None:
@@ -308,12 +319,19 @@ def _add_convert(commands) -> None:
         _CONVERT_EPILOG,
         _run_convert,
     )
+    command.add_argument("source", metavar="SOURCE", help="a rotation set, or another project's rotations")
+    command.add_argument("destination", metavar="DESTINATION", help="a directory or file")
     command.add_argument(
-        "source", metavar="SOURCE", help="a rotation set, or rotation files of another project"
+        "--to",
+        dest="target",
+        metavar="FORM",
+        help="orbax, safetensors, pair, gguf or absorb (values baked into the weights of --base)",
     )
-    command.add_argument(
-        "destination", metavar="DESTINATION", help="a directory, or a file name with its suffix"
-    )
+    command.add_argument("--values", metavar="FILE", help="value file of a published pair")
+    command.add_argument("--base", metavar="PATH", help="model to bake rotations into (gguf, absorb)")
+    command.add_argument("--model", metavar="PATH", help="model that SOURCE must fit; gives its head counts")
+    command.add_argument("--query-heads", type=int, metavar="N", help="if neither SOURCE nor --model says it")
+    command.add_argument("--key-value-heads", type=int, metavar="N", help="likewise")
 
 
 # The subcommands.
@@ -549,16 +567,174 @@ def _print_evaluation(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
+def _run_generate(arguments: argparse.Namespace) -> int:
+    prompts = list(arguments.prompt or [])
+    for name in arguments.prompt_file or []:
+        try:
+            prompts.append(pathlib.Path(name).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ConfigError(f"prompt file {name} is not UTF-8 text") from None
+    if not prompts:
+        raise ConfigError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
+    kind = arguments.cache or ("int2" if arguments.rotations else "bf16")
+    if kind == "int2" and arguments.rotations is None:
+        raise ConfigError("--cache int2 needs --rotations")
+    from . import checkpoint, evaluate
+    from .calibrate import rotation_path
+    from .generate import Generator, SamplingConfig, TextStream
+
+    sampling = SamplingConfig(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    rotations = None
+    if kind == "int2":
+        rotations = checkpoint.load_rotation_set(rotation_path(arguments.rotations))
+    model, config, tokenizer = _load_model(arguments)
+    if rotations is not None:
+        evaluate.check_rotations(rotations, config, _int2_layers(arguments, config))
+    head = [] if config.bos_token_id is None else [config.bos_token_id]
+    encoded = [head + _encoder(tokenizer)(prompt) for prompt in prompts]
+    longest = max(map(len, encoded)) + arguments.max_new_tokens
+    if longest > config.max_positions:
+        raise ConfigError(
+            f"prompt and new tokens make {longest} tokens, the model has {config.max_positions} positions"
+        )
+    generator = Generator(
+        model,
+        config,
+        cache=kind,
+        rotations=rotations,
+        sampling=sampling,
+        sliding_layers_bf16=not arguments.all_layers,
+    )
+    streams = [TextStream(tokenizer) for _ in prompts]
+    texts = ["" for _ in prompts]
+    single = len(prompts) == 1
+
+    def show(sequence: int, token: int) -> None:
+        piece = streams[sequence].push(token)
+        texts[sequence] += piece
+        if single:
+            print(piece, end="", flush=True)
+
+    if single:
+        print(prompts[0], end="", flush=True)
+    result = generator(encoded, arguments.max_new_tokens, on_token=show)
+    for number, stream in enumerate(streams):
+        rest = stream.finish()
+        texts[number] += rest
+        if single:
+            print(rest)
+        else:
+            print(f"[{number + 1}] {prompts[number]}{texts[number]}\n")
+    for line in _generation_summary(result.statistics, config):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def _generation_summary(statistics: Any, config: Any) -> list[str]:
+    size = statistics.cache_bytes
+    ratio = size["bfloat16"] / max(1, size["total"])
+    return [
+        f"{config.model_id}, cache {statistics.cache}: {statistics.prompt_tokens} prompt tokens at "
+        f"{statistics.prefill_tokens_per_second:,.1f}/s, {statistics.new_tokens} new tokens at "
+        f"{statistics.decode_tokens_per_second:,.1f}/s (and {statistics.compile_seconds:.1f} s to compile)",
+        f"cache {size['total']:,} bytes, the same tokens in BF16 {size['bfloat16']:,} ({ratio:.2f}x); "
+        f"{size['int2_pages']} INT2 pages, {size['window_pages']} BF16 pages",
+    ]
+
+
 def _run_inspect(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError("inspect")
+    if arguments.path == "format":
+        print(_describe_format())
+        return 0
+    from . import interchange
+    from .calibrate import rotation_path
+
+    path = rotation_path(arguments.path)
+    if not path.exists() and arguments.path not in _weight_packages():
+        raise ConfigError(f"{path}: no such file or directory")
+    is_model = arguments.path in _weight_packages() or (path.is_dir() and (path / "config.json").exists())
+    if is_model:
+        print(_describe_model(arguments.path))
+    elif path.suffix == ".gguf":
+        print(_describe_model(arguments.path))
+        try:
+            print(interchange.inspect(path).text())
+        except CheckpointError as error:
+            print(f"rotations: {error}")
+    else:
+        print(interchange.inspect(path).text())
+    return 0
+
+
+def _weight_packages() -> Mapping[str, Any]:
+    from .models.checkpoint import WEIGHT_PACKAGES
+
+    return WEIGHT_PACKAGES
+
+
+def _describe_model(name: str) -> str:
+    from .models.cached_attention import int2_layers
+    from .models.checkpoint import open_checkpoint, resolve_model_path
+
+    config, source = open_checkpoint(resolve_model_path(name))
+    paged = int2_layers(config)
+    dense = 4 * config.num_key_value_heads * config.head_dim
+    packed = config.num_key_value_heads * fmt.int2_page_bytes(config.head_dim) / fmt.PAGE_TOKENS
+    rows = {
+        "model": config.model_id,
+        "family": config.family,
+        "tensors": len(source.shapes),
+        "layers": config.num_layers,
+        "hidden size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "query heads": config.num_query_heads,
+        "key/value heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "positions": config.max_positions,
+        "rope": config.rope,
+        "INT2 layers": f"{len(paged)}: {', '.join(map(str, paged))}" if paged else "none by default",
+        "bytes per token": f"{packed:g} in INT2 pages, {dense} in BF16, per layer",
+    }
+    return "\n".join(f"{name:>20}: {value}" for name, value in rows.items())
+
+
+def _describe_format() -> str:
+    rows = {
+        "format": fmt.format_id(),
+        "page": f"{fmt.PAGE_TOKENS} tokens of one sequence and one key/value head",
+        "windows": f"{fmt.SINK_TOKENS} sink and {fmt.RECENT_TOKENS} recent tokens in BF16",
+        "bits": f"{fmt.CODE_BITS} per code, {fmt.CODES_PER_WORD} codes per int32 word",
+    }
+    shapes = fmt.int2_array_shapes(1, 1, 128)
+    rows |= {name: f"{dtype} {shapes[name]} at D = 128" for name, dtype in fmt.INT2_ARRAYS.items()}
+    for head_dim in (64, 128, 256):
+        size = fmt.int2_page_bytes(head_dim)
+        bits = 8 * size / (2 * fmt.PAGE_TOKENS * head_dim)
+        rows[f"bytes, D = {head_dim}"] = f"{size} per page, {bits:g} bits per element"
+    return "\n".join(f"{name:>20}: {value}" for name, value in rows.items())
 
 
 def _run_convert(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError("convert")
+    from . import interchange
+    from .calibrate import rotation_path
 
-
-def _run_generate(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError("generate")
+    report = interchange.convert(
+        rotation_path(arguments.source),
+        arguments.destination,
+        target=arguments.target,
+        values=arguments.values,
+        base=arguments.base,
+        model=arguments.model,
+        num_query_heads=arguments.query_heads,
+        num_key_value_heads=arguments.key_value_heads,
+    )
+    print(report.text())
+    return 0
 
 
 def _int2_layers(arguments: argparse.Namespace, config: Any) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ from .text import TextError, TokenStream
 
 PROBES = 256  # query positions at which attention itself is compared
 CURVE_BINS = 24
-METHODS = ("bf16", "int2", "int2:BASIS[@DAMPING]", "published", "hadamard", "naive")
+METHODS = ("bf16", "int2", "published", "hadamard", "naive")
+DEFAULT_BASIS_NUMBERS = [0.01, fmt.MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)]  # damping and alpha
 
 
 def check_method_names(names: Sequence[str]) -> None:
@@ -39,9 +40,10 @@ def check_method_names(names: Sequence[str]) -> None:
     if not names:
         raise ConfigError(f"no method was named, allowed: {', '.join(METHODS)}")
     for name in names:
-        basis = name.removeprefix("int2:").partition("@")[0]
-        if name not in METHODS[:2] + METHODS[3:] and not (name.startswith("int2:") and basis in KEY_BASES):
-            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}")
+        if name.startswith("int2:"):
+            parse_basis(name)
+        elif name not in METHODS:
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
 
 
 def resolve_methods(
@@ -82,10 +84,14 @@ def resolve_methods(
             bits = fidelity.page_bits(head_dim)
             methods.append(Method(name, "int2", _to_device(rotations), bits, rotation_set.header.basis))
         elif name.startswith("int2:"):
-            basis, _, damping = name.removeprefix("int2:").partition("@")
+            basis, damping, multiplier = parse_basis(name)
             rotations = {
                 layer: fit_layer_rotation(
-                    needed(name)[layer], basis, per_head=True, damping=_damping(name, damping)
+                    needed(name)[layer],
+                    basis,
+                    per_head=True,
+                    damping=damping,
+                    key_multiplier=multiplier,
                 )
                 for layer in layers
             }
@@ -99,7 +105,7 @@ def resolve_methods(
             recipe = fidelity.make_recipe(matrix, matrix, *clips)
             methods.append(simulated(name, dict.fromkeys(layers, recipe), name.replace("naive", "none")))
         else:
-            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}")
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
     return methods
 
 
@@ -107,11 +113,16 @@ def _to_device(rotations: Mapping[int, Any]) -> dict[int, Any]:
     return jax.tree.map(jnp.asarray, dict(rotations))
 
 
-def _damping(name: str, text: str) -> float:
+def parse_basis(name: str) -> tuple[str, float, int]:
+    """Basis, damping and key multiplier of a method "int2:BASIS[@DAMPING[@ALPHA]]"; raises ConfigError."""
+    basis, *numbers = name.removeprefix("int2:").split("@")
+    if basis not in KEY_BASES:
+        raise ConfigError(f"method {name!r}: basis {basis!r}, allowed: {', '.join(KEY_BASES)}")
     try:
-        return float(text) if text else 0.01
+        damping, alpha = [float(number) for number in numbers] + DEFAULT_BASIS_NUMBERS[len(numbers) :]
     except ValueError:
-        raise ConfigError(f"method {name!r}: damping {text!r} is not a number") from None
+        raise ConfigError(f"method {name!r}: expected int2:BASIS@DAMPING@ALPHA with numbers") from None
+    return basis, damping, round(alpha * (1 << fmt.MULTIPLIER_BITS))
 
 
 def published_recipe(statistics: Any) -> fidelity.AsymmetricRecipe:
@@ -212,9 +223,12 @@ def evaluate_stream(
                     store.append(np.asarray(query[0, here], np.float32))
             if not len(local):
                 continue
-            if reference is None:
+            if reference is None:  # bf16 comes first, and is its own reference
                 reference = runner.log_probabilities(runner.state, hidden[0, index])
-            measured = runner.judge(runner.state, hidden[0, index], reference, targets)
+                nll = -reference[np.arange(rows), targets]
+                measured = nll, jnp.zeros(rows), jnp.ones(rows, bool)
+            else:
+                measured = runner.judge(runner.state, hidden[0, index], reference, targets)
             measures[method.name].append([np.asarray(x)[: len(local)] for x in measured])
         on_chunk(count)
 
@@ -266,16 +280,21 @@ def summarize(results: Sequence[StreamResult], methods: Sequence[Method]) -> lis
                 "basis": method.basis,
                 "bits_per_element": method.bits,
                 "perplexity": float(np.exp(nll.astype(np.float64).mean())),
-                "kl_mean": float(kl.astype(np.float64).mean()),
+                "kl_mean": _mean(kl),
                 "kl_median": float(np.median(kl)),
                 "kl_p99": float(np.quantile(kl, 0.99)),
-                "kl_mean_second_half": float(kl[late].astype(np.float64).mean()),
+                "kl_mean_first_half": _mean(kl[~late]),
+                "kl_mean_second_half": _mean(kl[late]),
                 "top1": float(top1.mean()),
                 "cache_bytes": size,
                 "layers": layers,
             }
         )
     return rows
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.astype(np.float64).mean()) if len(values) else None
 
 
 def evaluation_document(
@@ -301,7 +320,7 @@ def evaluation_document(
         ],
         "notes": {
             "kl": "KL(bf16 || method) of next-token distributions, nats, at the listed positions",
-            "kl_mean_second_half": "the same at positions in the second half of the context",
+            "kl_mean_second_half": "the same at positions in the second half of the context, first_half likewise",
             "top1": "share of positions where the likeliest token equals that of bf16",
             "bits_per_element": (
                 "of the quantized history: int2 2 + 16/D (row scale) + 8/64 (mean key of a page, keys "

@@ -1,0 +1,193 @@
+"""The quickstart after installation: calibrate, evaluate, generate, compare the caches of both frameworks."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import sysconfig
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import oscar_torch.cache
+import oscar_torch.checkpoint
+from oscar_jax import cache, checkpoint, text
+from oscar_jax import cache_format as fmt
+from oscar_jax.calibrate import ROTATION_DIRECTORY
+from oscar_jax.cli import main as oscar
+from oscar_jax.models.checkpoint import load_model
+from oscar_jax.models.decoder import CapturingAttention, CausalAttention
+from oscar_jax.rotation import RotationSet, hadamard_rotation
+
+OUT = pathlib.Path("quickstart-out")
+METHODS = "bf16,int2,published,hadamard,naive"
+PARITY_TOKENS = 4096
+PROMPT = "The history of writing begins with"
+# Long modules of the standard library, two disjoint sets.
+CALIBRATION_CODE = (
+    "typing.py",
+    "doctest.py",
+    "pydoc.py",
+    "optparse.py",
+    "subprocess.py",
+    "zipfile/__init__.py",
+)
+EVALUATION_CODE = ("argparse.py", "inspect.py", "tarfile.py", "turtle.py")
+
+
+def main() -> None:
+    """Runs every step; stops at the first that fails."""
+    parser = argparse.ArgumentParser(prog="scripts/quickstart.sh")
+    parser.add_argument("--model", default="gemma3-270m")
+    parser.add_argument("--text", action="append")
+    parser.add_argument("--context", type=int, default=2048)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    OUT.mkdir(exist_ok=True)
+    calibration, evaluation = find_texts(OUT / "text")
+    rotations = OUT / "rotations"
+
+    heading("1. Calibrate")
+    run("calibrate", "--model", arguments.model, "--out", str(rotations), "--tokens", "16384",
+        "--context", "2048", "--text", *(arguments.text or calibration))  # fmt: skip
+    heading("2. Evaluate")
+    streams = [word for file in evaluation for word in ("--text", file)]
+    run("evaluate", "--model", arguments.model, "--rotations", str(rotations), "--context",
+        str(arguments.context), "--methods", METHODS, "--every", "2", "--out", str(OUT), *streams)  # fmt: skip
+    heading("3. Generate with the 2-bit cache")
+    run("generate", "--model", arguments.model, "--rotations", str(rotations), "--prompt", PROMPT,
+        "--max-new-tokens", "48")  # fmt: skip
+    heading("4. The same rotation set in Torch: caches of the model's own keys and values, byte for byte")
+    parity = compare_frameworks(arguments.model, rotations / ROTATION_DIRECTORY, [*calibration, *evaluation])
+    (OUT / "parity.json").write_text(json.dumps(parity, indent=1) + "\n")
+    print(
+        f"{parity['layers']} layers ({parity['fitted_layers']} with their fitted rotation, the others with "
+        f"Hadamard), {parity['tokens']} tokens: {parity['bytes']:,} bytes compared, "
+        f"{parity['different_bytes']} different"
+    )
+    heading("Result")
+    closing_table(json.loads((OUT / "evaluation.json").read_text()))
+    print(f"\n{time.perf_counter() - started:.0f} s after installation. Everything is in {OUT}/")
+    if parity["different_bytes"]:
+        sys.exit("the caches of the two frameworks differ")
+
+
+def heading(title: str) -> None:
+    """Marks a step on the terminal."""
+    print(f"\n== {title}", flush=True)
+
+
+def run(*words: str) -> None:
+    """One `oscar` command, shown before it runs."""
+    print("oscar " + " ".join(words), flush=True)
+    if code := oscar(words):
+        sys.exit(code)
+
+
+def find_texts(directory: pathlib.Path) -> tuple[list[str], list[str]]:
+    """Writes prose and code found on this machine into files; calibration and evaluation share no document.
+
+    Prose: descriptions and licences that Python packages carry. Code: modules of the standard library.
+    """
+    directory.mkdir(exist_ok=True)
+    packages = pathlib.Path(sysconfig.get_path("purelib"))
+    prose: dict[str, str] = {}  # by text, so that a licence found twice counts once
+    for pattern in ("*.dist-info/METADATA", "*.dist-info/**/LICENSE*", "*.dist-info/**/*.txt"):
+        for file in sorted(packages.glob(pattern)):
+            body = file.read_text(encoding="utf-8", errors="ignore") if file.is_file() else ""
+            if file.name == "METADATA":  # the description, without the header lines
+                body = body.partition("\n\n")[2]
+            if len(body) > 2000 and file.name not in ("RECORD", "top_level.txt"):
+                prose.setdefault(body, file.name)
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    bodies = list(prose)
+    files = {
+        "calibration_prose.txt": bodies[0::2],
+        "evaluation_prose.txt": bodies[1::2],
+        "calibration_code.txt": read_all(library, CALIBRATION_CODE),
+        "evaluation_code.txt": read_all(library, EVALUATION_CODE),
+    }
+    for name, parts in files.items():
+        (directory / name).write_text("\n\n".join(parts)[:400_000])
+    paths = {name: str(directory / name) for name in files}
+    return (
+        [path for name, path in paths.items() if name.startswith("calibration")],
+        [path for name, path in paths.items() if name.startswith("evaluation")],
+    )
+
+
+def read_all(directory: pathlib.Path, names: tuple[str, ...]) -> list[str]:
+    """The texts of the files that exist."""
+    return [(directory / name).read_text() for name in names if (directory / name).exists()]
+
+
+def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files: list[str]) -> dict[str, int]:
+    """Fills INT2 caches of every layer in JAX and in Torch from the same rows and compares all their bytes.
+
+    The rows are the model's own keys and values of `PARITY_TOKENS` tokens. Layers without a fitted rotation
+    (short sliding windows stay BF16 in use) take Hadamard; the whole set travels through one file.
+    """
+    model, config, tokenizer = load_model(model_name)
+    stream = text.read_stream(
+        files, lambda part: tokenizer.encode(part, add_special_tokens=False), PARITY_TOKENS
+    )
+    head = [] if config.bos_token_id is None else [config.bos_token_id]
+    tokens = jnp.asarray([*head, *stream.tokens])[None, :PARITY_TOKENS]
+    _, states = model.hidden_states(tokens, attention=CapturingAttention(CausalAttention(config)))
+
+    fitted = checkpoint.load_rotation_set(rotation_directory)
+    plain = hadamard_rotation(config.num_key_value_heads, config.head_dim)
+    layers = {layer: fitted.layers.get(layer, plain) for layer in range(config.num_layers)}
+    header = dataclasses.replace(fitted.header, layers=tuple(layers))
+    path = OUT / "all_layers.safetensors"
+    checkpoint.save_safetensors(RotationSet(header, layers), path)
+    in_jax = checkpoint.load_rotation_set(path)
+    in_torch = oscar_torch.checkpoint.load_rotation_set(path)
+
+    geometry = config.cache_config()
+    compared = different = 0
+    for layer, (_, (_, key, value)) in enumerate(states):
+        rows = [np.asarray(part.astype(jnp.bfloat16)) for part in (key, value)]
+        theirs = oscar_torch.cache.allocate_layer_cache(geometry_of_torch(geometry), 1, PARITY_TOKENS)
+        ours = cache.allocate_layer_cache(geometry, 1, PARITY_TOKENS)
+        lengths = [rows[0].shape[1]]
+        ours = cache.append_rows(ours, in_jax.layers[layer], *map(jnp.asarray, rows), jnp.asarray(lengths))
+        torch_rows = [torch.from_numpy(part.view(np.int16)).view(torch.bfloat16) for part in rows]
+        theirs = oscar_torch.cache.append_rows(
+            theirs, in_torch.layers[layer], *torch_rows, torch.tensor(lengths, dtype=torch.int32)
+        )
+        for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "page_table", "window_table", "lengths"):
+            mine = np.frombuffer(np.asarray(getattr(ours, name)).tobytes(), np.uint8)
+            other = getattr(theirs, name).contiguous().flatten().view(torch.uint8).numpy()
+            compared += mine.size
+            different += int((mine != other).sum()) if mine.size == other.size else mine.size
+    return {
+        "layers": config.num_layers,
+        "fitted_layers": len(fitted.layers),
+        "tokens": int(tokens.shape[1]),
+        "bytes": compared,
+        "different_bytes": different,
+    }
+
+
+def geometry_of_torch(geometry):
+    """The Torch package's CacheConfig of the same geometry."""
+    return oscar_torch.cache.CacheConfig(**dataclasses.asdict(geometry))
+
+
+def closing_table(document: dict) -> None:
+    """The main figures of all texts."""
+    print(f"{document['model']}, {document['context']} tokens of each text, {document['dtype']}")
+    print(f"{'method':<10} {'bits':>6} {'perplexity':>11} {'KL mean':>9} {'KL p99':>8} {'top-1':>7}")
+    for row in document["methods"]:
+        print(
+            f"{row['method']:<10} {row['bits_per_element']:>6.4g} {row['perplexity']:>11.4g} "
+            f"{row['kl_mean']:>9.4g} {row['kl_p99']:>8.3g} {100 * row['top1']:>6.1f}%"
+        )
+
+
+if __name__ == "__main__":
+    main()
