@@ -96,6 +96,6 @@ def allocate_model_cache(
 
 
 def model_live_bytes(caches: Sequence[LayerCache | DenseCache]) -> dict[str, int]:
-    """Sum over layers of `cache.live_bytes`: bytes of stored tokens, of the same tokens in BF16, page counts."""
+    """`cache.live_bytes` summed over layers: stored bytes, bytes of the same tokens in BF16, pages."""
     per_layer = [live_bytes(cache) for cache in caches]
     return {name: sum(layer[name] for layer in per_layer) for name in per_layer[0]}
