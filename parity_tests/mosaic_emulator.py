@@ -1,9 +1,9 @@
 """A register machine in NumPy: runs the bodies of the Mosaic GPU kernels on a CPU, thread by thread.
 
 It has the methods of `oscar_jax.pallas.registers.MosaicMachine`, but executes them at once for all
-threads of one block, as arrays with one register per thread. The warp instructions follow the fragment layouts of the PTX
-manual, copies arrive only when they are waited for, and memory outside an array or never written is an error
-or poison. What it cannot check is the hardware itself and races between warps.
+threads of one block, as arrays with one register per thread. The warp instructions follow the fragment
+layouts of the PTX manual, copies arrive only when they are waited for, and memory outside an array or never
+written is an error or poison. What it cannot check is the hardware itself and races between warps.
 """
 
 from collections.abc import Callable, Sequence
@@ -368,7 +368,9 @@ class Machine:
         live = np.flatnonzero(self._active)
         size = 4 * len(words)
         at = np.broadcast_to(at, (self.threads,))
-        assert (at[live] >= 0).all() and (at[live] <= memory.size - size).all() and (at[live] % size == 0).all()
+        assert (
+            (at[live] >= 0).all() and (at[live] <= memory.size - size).all() and (at[live] % size == 0).all()
+        )
         data = np.stack([self._full(x) for x in words], -1)[live]
         memory[at[live][:, None] + np.arange(size)] = np.ascontiguousarray(data).view(np.uint8)
 

@@ -256,7 +256,9 @@ def _history(at: _Place, split: Any) -> None:
         sources[name] = m.pointer(refs[name]).at(at.head, size * head_dim)
     for name in ("key_scale", "value_scale"):
         sources[name] = m.pointer(refs[name]).at(at.head, 2 * PAGE)
-    code_stride, mean_stride, scale_stride = (shape.heads * x for x in (16 * head_dim, 2 * head_dim, 2 * PAGE))
+    code_stride, mean_stride, scale_stride = (
+        shape.heads * x for x in (16 * head_dim, 2 * head_dim, 2 * PAGE)
+    )
 
     def physical_page(index):
         index = index.min(end - 1).max(0)
@@ -314,7 +316,10 @@ def _history(at: _Place, split: Any) -> None:
         return [words[r * parts : (r + 1) * parts] for r in range(8)]
 
     def load_values(slot):  # -> words[i]: word c of channel 8i + g
-        return sum((m.load_matrices(slot + lane16, value_offset + 512 * n) for n in range(head_dim // 32)), [])
+        words = []
+        for n in range(head_dim // 32):
+            words += m.load_matrices(slot + lane16, value_offset + 512 * n)
+        return words
 
     def load_mean(slot):  # -> one left operand per 16 channels, all of whose rows are the page's mean key
         words = [m.load_shared(slot + at.c * 16, 4, mean_offset + 64 * n) for n in range(head_dim // 32)]
@@ -411,7 +416,14 @@ def _history(at: _Place, split: Any) -> None:
             acc = [x if shape.paired and i & 1 else x * factor[(i & 1) % n_heads] for i, x in enumerate(acc)]
             total = [x * a for x, a in zip(total, alpha)]
             weighted = [x * a for x, a in zip(weighted, alpha)]
-            return [*new_maximum, *total, *weighted, new_exponent, ((254 - new_exponent) << 23).as_float(), *acc]
+            return [
+                *new_maximum,
+                *total,
+                *weighted,
+                new_exponent,
+                ((254 - new_exponent) << 23).as_float(),
+                *acc,
+            ]
 
         state = m.branch(m.any_lane(moved), state, rescale)
         maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
@@ -487,9 +499,12 @@ def _window(at: _Place) -> None:
     page_bytes = shape.heads * PAGE * row_bytes
     sources = [m.pointer(refs[n]).at(at.head, PAGE * row_bytes) for n in ("window_key", "window_value")]
 
+    def unpack_state(carry):
+        return list(carry[:n_heads]), list(carry[n_heads : 2 * n_heads]), list(carry[2 * n_heads :])
+
     def page_step(carry):
         slot = carry[0]
-        maximum, total, acc = carry[1 : 1 + n_heads], carry[1 + n_heads : 1 + 2 * n_heads], carry[1 + 2 * n_heads :]
+        maximum, total, acc = unpack_state(carry[1:])
         page = at.scalar("window_table", at.sequence * shape.window_slots + slot)
         # Slot of the ring -> page of the sequence: the ring starts where the INT2 pages end.
         turn = slot + (ring_slots - shape.sink_pages) + ring_slots - pages.umod(ring_slots)
@@ -550,7 +565,7 @@ def _window(at: _Place) -> None:
     init = [m.warp, *[m.Float(_EMPTY)] * n_heads, *[m.Float(0.0)] * (n_heads + 4 * tiles)]
     count = (shape.window_slots + (shape.warps - 1) - m.warp).max(0).udiv(shape.warps)
     carry = m.loop(count, init, page_step)
-    maximum, total, acc = carry[1 : 1 + n_heads], carry[1 + n_heads : 1 + 2 * n_heads], carry[1 + 2 * n_heads :]
+    maximum, total, acc = unpack_state(carry[1:])
 
     def output(u, h, e):
         channel = frag.dense_value_channel(u >> 1, at.g, 2 * (u & 1) + h)
@@ -575,7 +590,9 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
     """
     m, shape = at.m, at.shape
     head_dim = shape.head_dim
-    sums = 4 * 8 * shape.warps  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
+    sums = (
+        4 * 8 * shape.warps
+    )  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
     m.sync_block()  # the stages are free now
     lane_head = [at.c] if shape.paired else [at.c * 2, at.c * 2 + 1]
 
@@ -684,7 +701,9 @@ def decode_shape(
     batch, heads, group, head_dim = query.shape
     check_decode_shape(head_dim, group)
     if query.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"query is {query.dtype}: the Mosaic decode kernel reads float32 or bfloat16")
+        raise NotImplementedError(
+            f"query is {query.dtype}: the Mosaic decode kernel reads float32 or bfloat16"
+        )
     tiles = -(-group // (4 if group <= 4 else 8))
     table_pages = cache.page_table.shape[1]
     plan = decode_plan(batch * heads * tiles, table_pages, head_dim)
@@ -765,7 +784,9 @@ def decode_attention(
         sink = sink_logits.astype(jnp.float32).reshape(heads, -1) * _LOG2E
         total = total + jnp.exp2(sink - jnp.where(jnp.isfinite(top), top, sink))
     weight = weight / total[..., None]
-    history = jnp.einsum("bkgsd,bkgs->bkgd", out[..., 1:, :], weight[..., 1:], precision=lax.Precision.HIGHEST)
+    history = jnp.einsum(
+        "bkgsd,bkgs->bkgd", out[..., 1:, :], weight[..., 1:], precision=lax.Precision.HIGHEST
+    )
     result = restore_values(history, weight[..., 1:].sum(-1), rotation) + out[..., 0, :] * weight[..., :1]
     return result.reshape(query.shape)
 

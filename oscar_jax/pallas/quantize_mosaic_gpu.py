@@ -1,4 +1,4 @@
-"""The exact page quantizer for Hopper GPUs (Mosaic GPU): clean, center, rotate, scale, code and pack in one pass.
+"""The exact page quantizer for Hopper GPUs (Mosaic GPU): center, rotate, scale, code and pack in one pass.
 
 Byte for byte the quantizer of `quantize.py` (the step numbers are those of `docs/int2-format.md`, section 2):
 rows and transform are split into signed bytes, and `s8 x s8 -> s32` matrix instructions sum their products
@@ -45,8 +45,8 @@ class QuantizeShape:
     warpgroups: int  # of a block
     kinds: tuple[str, ...]  # "key", "value" or both
 
-    # Shared memory: the transform, then per warpgroup, at these byte offsets: two row tiles, the mean, partial
-    # sums, value words, one word per warp.
+    # Shared memory: the transform, then per warpgroup, at these byte offsets: two row tiles, the mean,
+    # partial sums, value words, one word per warp.
     @property
     def transform_bytes(self) -> int:
         return 2 * self.head_dim**2
@@ -254,7 +254,9 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any
     m.sync_warpgroup()
 
     def finish():
-        sums = [m.load_shared(shared + m.thread * 8, 2, shape.sum_offset + 8 * pairs * i) for i in range(parts)]
+        sums = [
+            m.load_shared(shared + m.thread * 8, 2, shape.sum_offset + 8 * pairs * i) for i in range(parts)
+        ]
         bits = []
         for i in range(2):
             total = functools.reduce(lambda a, b: a + b, [s[i] for s in sums])
@@ -326,10 +328,14 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
 def _gather(m: Any, four: list, byte: int) -> Any:
     """Byte `byte` of four integers in one word."""
     pick = byte | (4 + byte) << 4
-    return m.gather_bytes(m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410)
+    return m.gather_bytes(
+        m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410
+    )
 
 
-def _store_key_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any) -> None:
+def _store_key_words(
+    m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any
+) -> None:
     """Word 4j + c of rows g and g + 8: this lane holds its 16 channels."""
     words_per_row = shape.head_dim // fmt.CODES_PER_WORD
     for half in range(2):
@@ -342,7 +348,9 @@ def _store_key_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, page
             m.store_global(base, [word], 16 * j)
 
 
-def _store_value_words(m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any) -> None:
+def _store_value_words(
+    m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any
+) -> None:
     """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each."""
     partial = [(a | (b << 16)) << (g * 2) for a, b in zip(*codes)]
     # Three exchanges with the lane whose row differs in one bit, each of which halves the words of a lane.
@@ -482,7 +490,7 @@ def quantize_value_pages(
 
 
 def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
-    """Quantizes pages of keys and values [P, 64, K, D] in one launch: the INT2 arrays of the format, by name."""
+    """Quantizes pages of keys and values [P, 64, K, D] in one launch: the INT2 arrays, by name."""
     if key_pages.shape != value_pages.shape:
         raise ShapeError(f"key pages {key_pages.shape} and value pages {value_pages.shape} differ")
     check_pages(key_pages, rotation.key_transform, rotation.key_multiplier)

@@ -182,7 +182,9 @@ class Float:
 
     def bfloat16_bits(self):
         """The 16 bits of the nearest (ties to even) bfloat16, in the low half of an integer."""
-        return Int(_ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h; }", [self.value], [_i32()])[0])
+        return Int(
+            _ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h; }", [self.value], [_i32()])[0]
+        )
 
 
 class Predicate:
@@ -310,9 +312,7 @@ class MosaicMachine:
 
     def any_lane(self, condition):
         """Whether the condition holds in some lane of the warp."""
-        code = (
-            "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
-        )
+        code = "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
         return Int(_ptx(code, [condition.to_int().value], [_i32()], memory=True, warp=True)[0]).ne(0)
 
     # ---- memory
