@@ -254,7 +254,8 @@ def export_published_pair(
 
     Matrices of an imported set are the originals, byte for byte; a fitted orthogonal one is the orthogonal
     matrix nearest to its rounded form, to 1e-6. Non-orthogonal transforms go to version 3 with their inverse
-    companions, key means too. `schema` caps the version. Raises CheckpointError; replaces only such files.
+    companions, key means too. `schema` caps the version: below 3 the key means of a fitted set are dropped, and
+    what needs a newer version is refused. Raises CheckpointError; replaces only such files.
     """
     directory = pathlib.Path(directory)
     validate_rotation_set(rotation_set)
@@ -267,7 +268,7 @@ def export_published_pair(
                 raise CheckpointError(f"refusing to overwrite what is no rotation file: {error}") from None
     states, notes = {}, set()
     for role in files:
-        states[role] = _published_state(rotation_set, role, notes)
+        states[role] = _published_state(rotation_set, role, notes, means=schema is None or schema >= 3)
         version = states[role]["format_version"]
         if schema is not None and version > schema:
             raise CheckpointError(
@@ -282,12 +283,14 @@ def export_published_pair(
     for role, path in files.items():
         _verify_published(path, states[role])
     per_head = any(state["source_grouping"] in _PER_HEAD_GROUPINGS for state in states.values())
+    with_means = any("k_mean" in entry for entry in states["key"]["layers"].values())
+    lost_means = _has_means(rotation_set, "key_mean") and not with_means
     return _report(
         rotation_set,
         "published pair",
         [str(path) for path in files.values()],
-        carried=["rotation matrices", *(["key means"] if _has_means(rotation_set, "key_mean") else [])],
-        dropped=_not_published(rotation_set),
+        carried=["rotation matrices", *(["key means"] if with_means else [])],
+        dropped=[*_not_published(rotation_set), *(["key means"] if lost_means else [])],
         notes=[*sorted(notes), *([] if not per_head else ["one matrix per key/value head"])],
     )
 
@@ -836,10 +839,10 @@ def _original(rotation_set: RotationSet, layer: int, role: str) -> np.ndarray | 
     return original
 
 
-def _published_state(rotation_set: RotationSet, role: str, notes: set[str]) -> dict[str, Any]:
+def _published_state(rotation_set: RotationSet, role: str, notes: set[str], *, means: bool) -> dict[str, Any]:
     """The dict of one file of a pair, arrays as NumPy."""
     header = rotation_set.header
-    entries = {layer: _published_entry(rotation_set, layer, role, notes) for layer in header.layers}
+    entries = {layer: _published_entry(rotation_set, layer, role, notes, means) for layer in header.layers}
     originals = all(_original(rotation_set, layer, role) is not None for layer in header.layers)
     published = header.extra.get("published", {}).get(role) if originals else None
     if published is not None:
@@ -863,7 +866,9 @@ def _published_state(rotation_set: RotationSet, role: str, notes: set[str]) -> d
     }
 
 
-def _published_entry(rotation_set: RotationSet, layer: int, role: str, notes: set[str]) -> dict[str, Any]:
+def _published_entry(
+    rotation_set: RotationSet, layer: int, role: str, notes: set[str], means: bool
+) -> dict[str, Any]:
     companions = rotation_set.companions.get(layer, {})
     original = _original(rotation_set, layer, role)
     if original is not None:
@@ -889,7 +894,7 @@ def _published_entry(rotation_set: RotationSet, layer: int, role: str, notes: se
     # No spectrum is stored; the published Hadamard files write ones in its place, and no loader reads it.
     entry["eigenvalues"] = np.ones((heads, head_dim), np.float32)
     notes.add("eigenvalues are not part of a rotation set and are written as ones")
-    if role == "key" and np.any(np.asarray(rotation.key_mean)):
+    if role == "key" and means and np.any(np.asarray(rotation.key_mean)):
         entry["k_mean"] = np.asarray(rotation.key_mean).astype(np.float32)
     if heads == 1 or all((array == array[:1]).all() for array in entry.values()):
         entry = {name: array[0] for name, array in entry.items()}

@@ -217,7 +217,12 @@ def test_export_says_what_it_carries_and_drops(tmp_path):
     assert any("value means" in item for item in report.dropped) and "key means" in report.carried
     assert "dropped" in report.text() and len(report.text().splitlines()) > 5
 
-    with pytest.raises(CheckpointError, match=r"schema version 3 \(fields k_mean, q_rotation\)"):
+    report = interchange.export_published_pair(fitted_set(), tmp_path / "old", schema=1)
+    assert load(tmp_path / "old" / "k_rotation_qqt_r_h_pbr.pt")["format_version"] == 1
+    assert "key means" in report.dropped
+    with pytest.raises(CheckpointError, match=r"schema version 2 \(source_grouping 'per_kv_head'\)"):
+        interchange.export_published_pair(fitted_set(per_head=True), tmp_path / "no", schema=1)
+    with pytest.raises(CheckpointError, match=r"schema version 3 \(fields q_rotation\)"):
         interchange.export_published_pair(fitted_set(skew=True), tmp_path / "no", schema=2)
     assert not (tmp_path / "no").exists()
 
