@@ -254,8 +254,8 @@ def export_published_pair(
 
     Matrices of an imported set are the originals, byte for byte; a fitted orthogonal one is the orthogonal
     matrix nearest to its rounded form, to 1e-6. Non-orthogonal transforms go to version 3 with their inverse
-    companions, key means too. `schema` caps the version: below 3 the key means of a fitted set are dropped, and
-    what needs a newer version is refused. Raises CheckpointError; replaces only such files.
+    companions, key means too. `schema` caps the version: below 3 the key means of a fitted set are dropped,
+    and what needs a newer version is refused. Raises CheckpointError; replaces only such files.
     """
     directory = pathlib.Path(directory)
     validate_rotation_set(rotation_set)
