@@ -86,7 +86,8 @@ def _linear(shape: list[int], registers, lanes) -> gl.DistributedLinearLayout:
 @gluon.constexpr_function
 def _key_layout(words: int):
     """[8 g, 8 i, 4 c, words, 4 bytes]: lane (g, c) holds its words of tokens 8 g + i, each four times."""
-    registers = [(4, 1), (4, 2), *[(3, 1 << n) for n in range(words.bit_length() - 1)], (1, 1), (1, 2), (1, 4)]
+    word = [(3, 1 << n) for n in range(words.bit_length() - 1)]
+    registers = [(4, 1), (4, 2), *word, (1, 1), (1, 2), (1, 4)]
     return _linear([8, 8, 4, words, 4], registers, [(2, 1), (2, 2), (0, 1), (0, 2), (0, 4)])
 
 
@@ -153,7 +154,7 @@ def _key_operand(words, D: gl.constexpr):
 
 @gluon.jit
 def _value_operand(words, D: gl.constexpr):
-    """Value words int32 [D / 8, 8 g, 4 c] -> fp16 [D, 64], column 8 i + 2 c + b = code of token 16 c + 8 b + i."""
+    """Value words int32 [D / 8, 8 g, 4 c] -> fp16 [D, 64]; column 8 i + 2 c + b: token 16 c + 8 b + i."""
     word = gl.expand_dims(words, 3).broadcast_to([D // 8, 8, 4, 2])
     high = gl.expand_dims(words >> 10, 3).broadcast_to([D // 8, 8, 4, 2])
     pair0 = gl.join(_halves(HALF_0, word), _halves(HALF_1, word))
@@ -179,7 +180,7 @@ def _transpose_operand(p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _columns_of_heads(x, ROWS: gl.constexpr, GP: gl.constexpr):
-    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; with four heads j = 1 is 0."""
+    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; of four heads j = 1 is 0."""
     if GP == 4:
         x = gl.join(x, gl.zeros_like(x)).reshape([ROWS, 8])
     else:
@@ -189,7 +190,7 @@ def _columns_of_heads(x, ROWS: gl.constexpr, GP: gl.constexpr):
 
 @gluon.jit
 def _heads_of_columns(x, ROWS: gl.constexpr, GP: gl.constexpr):
-    """The inverse of `_columns_of_heads`; the zero columns of four heads are dropped, and take no registers."""
+    """The inverse of `_columns_of_heads`; the zero columns of four heads are dropped: no registers."""
     if GP == 4:
         x, _ = gl.split(x.reshape([ROWS, 4, 2]))
     else:
@@ -198,8 +199,10 @@ def _heads_of_columns(x, ROWS: gl.constexpr, GP: gl.constexpr):
 
 
 @gluon.jit
-def _store_partial(o, m, l, out_row, channel, o_ptr, lse_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
-                   TOTAL: gl.constexpr):  # fmt: skip
+def _store_partial(
+    o, m, l, out_row, channel, o_ptr, lse_ptr,
+    G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, TOTAL: gl.constexpr,
+):  # fmt: skip
     """o float32 [D, GP] already divided by l; m, l [GP]; channel [D] names the rows of o."""
     layout: gl.constexpr = o.type.layout
     head = gl.arange(0, GP, layout=gl.SliceLayout(0, layout))
@@ -282,7 +285,9 @@ def _history_split(
     value_scale = gl.load(value_scale_ptr + physical * PAGE + scale_lane + scale_register, mask=low < high)
     page_score = gl.load(page_score_ptr + low * GP + h, mask=(h < G) & (low < high), other=0.0)
     if PREFETCH_VALUES:
-        value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_lane + value_register, mask=low < high)
+        value_words = gl.load(
+            value_codes_ptr + physical * (4 * D) + value_lane + value_register, mask=low < high
+        )
     for page in range(low, high):
         # Loads for the next page go out before this page is computed.
         more = page + 1 < high
@@ -291,16 +296,24 @@ def _history_split(
         if not PREFETCH_VALUES:
             value_words = gl.load(value_codes_ptr + physical * (4 * D) + value_lane + value_register)
         next_key_words = gl.load(key_codes_ptr + next_physical * (4 * D) + key_lane + key_register, mask=more)
-        next_key_scale = gl.load(key_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more)
-        next_value_scale = gl.load(value_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more)
+        next_key_scale = gl.load(
+            key_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more
+        )
+        next_value_scale = gl.load(
+            value_scale_ptr + next_physical * PAGE + scale_lane + scale_register, mask=more
+        )
         next_page_score = gl.load(page_score_ptr + (page + 1) * GP + h, mask=(h < G) & more, other=0.0)
         if PREFETCH_VALUES:
-            next_value_words = gl.load(value_codes_ptr + next_physical * (4 * D) + value_lane + value_register, mask=more)
+            next_value_words = gl.load(
+                value_codes_ptr + next_physical * (4 * D) + value_lane + value_register, mask=more
+            )
 
         # Scores in units of `factor`: integers times the token's scale, plus the page's mean.
         s = mma_v2(_key_operand(key_words, D), limbs, start).to(gl.float32, bitcast=True)
         high_byte, low_byte = gl.split(s.reshape([64, GP, 2]))
-        scale = gl.convert_layout(_widen(key_scale).permute((1, 0)).reshape([64]), token_layout, assert_trivial=True)
+        scale = gl.convert_layout(
+            _widen(key_scale).permute((1, 0)).reshape([64]), token_layout, assert_trivial=True
+        )
         score = (high_byte - MAGIC) * 256.0 + (low_byte - bias[None, :])
         score = score * scale[:, None] + (page_score * inverse_factor)[None, :]
         if SLIDING:
@@ -312,11 +325,15 @@ def _history_split(
         p = gl.exp2(score * factor[None, :] - (m_new * factor)[None, :])
         if SLIDING:
             p = gl.where(visible[:, None], p, 0.0)
-        scale = gl.convert_layout(_widen(value_scale).permute((1, 0)).reshape([64]), token_layout, assert_trivial=True)
+        scale = gl.convert_layout(
+            _widen(value_scale).permute((1, 0)).reshape([64]), token_layout, assert_trivial=True
+        )
         weight = p * (scale * weight_unit)[:, None]
         lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(0, l.type.layout), assert_trivial=True)
         l = l * lane_alpha[None, :] + gl.sum(p.reshape([8, 8, GP]), 0)
-        weight_sum = weight_sum * lane_alpha[None, :] + gl.sum((weight * restore[:, None]).reshape([8, 8, GP]), 0)
+        weight_sum = weight_sum * lane_alpha[None, :] + gl.sum(
+            (weight * restore[:, None]).reshape([8, 8, GP]), 0
+        )
 
         weights = _transpose_operand(_columns_of_heads(weight.to(gl.float16), 64, GP), 64, COLUMNS)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(0, o.type.layout), assert_trivial=True)[None, :]
@@ -336,7 +353,9 @@ def _history_split(
     weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), out_layout)
     m = gl.convert_layout(m * factor, out_layout)
     inverse = 1.0 / gl.where(l > 0, l, 1.0)
-    o = (o * (CODE_UNIT / PROBABILITY_UNIT) - weight_sum[None, :] * (1.5 / PROBABILITY_UNIT)) * (unit * inverse)[None, :]
+    o = (o * (CODE_UNIT / PROBABILITY_UNIT) - weight_sum[None, :] * (1.5 / PROBABILITY_UNIT)) * (
+        unit * inverse
+    )[None, :]
     channel = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
     _store_partial(o, m, l, out_row, channel, o_ptr + split * D, lse_ptr + split, G, GP, D, TOTAL)
 
@@ -374,7 +393,9 @@ def _window_split(
     key_channel = 32 * s[None, :, None, None] + 8 * c[None, None, :, None] + x[None, None, None, :]
     key_token = key_token[:, None, None, None]
     value_layout: gl.constexpr = _window_value_layout(D)
-    value_token = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, value_layout))))
+    value_token = gl.arange(
+        0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, value_layout)))
+    )
     s = gl.arange(0, D // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, value_layout))))
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, value_layout))))
     x = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, value_layout))))

@@ -1,12 +1,12 @@
-"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: three launches, no host synchronization.
+"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: three launches, no host wait.
 
 Why: the history is never dequantized to memory. Codes become fp16 subnormals (code * 2**-24) by masks alone;
 the query is rotated instead of the keys, the output instead of the values.
 
 1. `_prepare_kernel`: rotates the query, takes its product with every page's mean key, and finds the largest
    value scale (which keeps the probabilities inside fp16).
-2. `_stage_kernel`: split-KV flash attention. Splits 0 .. S-1 walk over INT2 pages; splits S .. S+W-1 each take
-   one BF16 page (sink or recent). Partials: o float32 [B, N, S + W, D], log2-sum-exp [B, N, S + W].
+2. `_stage_kernel`: split-KV flash attention. Splits 0 .. S-1 walk over INT2 pages; S .. S+W-1 take one
+   BF16 page each (sink or recent). Partials: o float32 [B, N, S + W, D], log2-sum-exp [B, N, S + W].
    `decode_gluon.py` replaces this stage on Hopper.
 3. `_merge_kernel`: merges the partials, applies the output transform, adds value mean and sink logits.
 
@@ -40,22 +40,22 @@ def _widen(raw):
 
 @triton.jit
 def _store_query_limbs(
-    rotated, limbs_ptr, factor_ptr, bias_ptr, rows, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+    rotated, limbs_ptr, factor_ptr, bias_ptr, rows, GP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Rotated query float32 [ROWS, D] -> two signed bytes per head and channel, as `decode_gluon` reads them.
 
     A nibble of a code word is code_even + 4 code_odd. Its weight is q_odd / 4; the even code alone gets
-    q_even - q_odd / 4. Column 2 h holds the high byte of head h, 2 h + 1 the low byte.
+    q_even - q_odd / 4. Column 2 h holds the high byte of head h, 2 h + 1 the low byte; padding is zero.
     """
     largest = tl.max(tl.abs(rotated), 1)
     largest = tl.where(largest > 0, largest, 1.0)
-    steps = rotated * (QUERY_RANGE / largest)[:, None]
+    steps = rotated * ((1.0 / largest) * QUERY_RANGE)[:, None]
     even, odd = tl.split(tl.reshape(steps, (ROWS, D // 2, 2)))
     even = tl.floor(even + 0.5).to(tl.int32)
     odd = tl.floor(odd * 0.25 + 0.5).to(tl.int32)
     half_sum = tl.sum(even + 4 * odd, 1).to(tl.float32)
-    tl.store(factor_ptr + rows, largest / QUERY_RANGE, mask=rows < G)
-    tl.store(bias_ptr + rows, tl.floor(1.5 * half_sum + 0.5), mask=rows < G)
+    tl.store(factor_ptr + rows, largest / QUERY_RANGE, mask=rows < GP)
+    tl.store(bias_ptr + rows, tl.floor(1.5 * half_sum + 0.5), mask=rows < GP)
     channel = 2 * tl.arange(0, D // 2)
     words_per_lane: tl.constexpr = D // 64
     word = channel >> 4
@@ -67,7 +67,7 @@ def _store_query_limbs(
         low = v - (high << 8)
         part = (channel & 3) + parity
         k = ((part * words_per_lane + j) * 4 + lane) * 4 + byte
-        mask = (rows < G)[:, None] & (k >= 0)[None, :]
+        mask = (rows < GP)[:, None] & (k >= 0)[None, :]
         tl.store(limbs_ptr + (2 * rows)[:, None] * D + k[None, :], high.to(tl.int8), mask=mask)
         tl.store(limbs_ptr + (2 * rows + 1)[:, None] * D + k[None, :], low.to(tl.int8), mask=mask)
 
@@ -102,7 +102,7 @@ def _prepare_kernel(
         if LIMBS:
             _store_query_limbs(
                 rotated, rotated_ptr + slot * 2 * GP * D, factor_ptr + slot * GP, bias_ptr + slot * GP,
-                rows, G, D, ROWS,
+                rows, GP, D, ROWS,
             )  # fmt: skip
         else:
             mask = (rows < G)[:, None] & (channels < D)[None, :]
@@ -118,7 +118,9 @@ def _prepare_kernel(
             for chunk in range(0, D, CHUNK):
                 c = chunk + tl.arange(0, CHUNK)
                 mask = valid[:, None] & (c < D)[None, :]
-                mean = _widen(tl.load(key_page_mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0))
+                mean = _widen(
+                    tl.load(key_page_mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0)
+                )
                 mask = (c < D)[:, None] & (rows < G)[None, :]
                 q = tl.load(query_head + rows[None, :] * D + c[:, None], mask=mask, other=0.0).to(tl.float32)
                 scores = tl.dot(mean, q, acc=scores, input_precision="tf32x3")
@@ -161,8 +163,9 @@ def _window_page(index, history, window_table_ptr, SINK_PAGES: tl.constexpr, REC
 
 @triton.jit
 def _history_split(
-    rotated_ptr, page_score_ptr, value_max_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
-    page_table_ptr, history, oldest, blocks, slot, head, split, out_rows, o_ptr, lse_ptr,
+    rotated_ptr, page_score_ptr, value_max_ptr,
+    key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, page_table_ptr,
+    history, oldest, blocks, slot, head, split, out_rows, o_ptr, lse_ptr,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, SINK_PAGES: tl.constexpr, SLIDING: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -201,15 +204,13 @@ def _history_split(
         )  # fmt: skip
         key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + tokens))
         value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + tokens))
-        page_score = tl.load(
-            page_score_ptr + page * GP + rows, mask=rows < G, other=0.0
-        )
+        page_score = tl.load(page_score_ptr + page * GP + rows, mask=rows < G, other=0.0)
         codes = ((key_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
         codes = tl.reshape(codes.to(tl.float16, bitcast=True), (PAGE, DP))
         score = tl.dot(codes, q) * CODE_UNIT - query_sum[None, :]
         score = score * key_scale[:, None] * unit[None, :] + page_score[None, :]
         if SLIDING:
-            visible = (SINK_PAGES + page) * PAGE + tokens >= oldest
+            visible = tokens + (SINK_PAGES + page) * PAGE >= oldest
             score = tl.where(visible[:, None], score, -1e30)
         m_new = tl.maximum(m, tl.max(score, 0))
         alpha = tl.exp2(m - m_new)
@@ -393,7 +394,9 @@ def plan_decode(query: torch.Tensor, cache, rotation, programs: int) -> DecodePl
     batch, query_heads, head_dim = query.shape
     heads = config.num_key_value_heads
     if batch != cache.batch or head_dim != config.head_dim or query_heads % heads:
-        raise ShapeError(f"query {tuple(query.shape)}, expected [{cache.batch}, G * {heads}, {config.head_dim}]")
+        raise ShapeError(
+            f"query {tuple(query.shape)}, expected [{cache.batch}, G * {heads}, {config.head_dim}]"
+        )
     check_device(query)
     group = query_heads // heads
     if group > MAX_GROUP:
@@ -429,9 +432,9 @@ class Prepared:
 def prepare(plan: DecodePlan, query: torch.Tensor, cache, rotation, scale: float, limbs: bool) -> Prepared:
     """Launches the prepare kernel: rotated query, products with the page means, largest value scales."""
     device, shape = query.device, (plan.batch, plan.heads)
-    if limbs:  # heads beyond the group stay zero
-        rotated = torch.zeros((*shape, 2 * plan.padded_group, plan.head_dim), dtype=torch.int8, device=device)
-        factor = torch.ones((2, *shape, plan.padded_group), device=device)
+    if limbs:
+        rotated = torch.empty((*shape, 2 * plan.padded_group, plan.head_dim), dtype=torch.int8, device=device)
+        factor = torch.empty((2, *shape, plan.padded_group), device=device)
     else:
         rotated = torch.empty((*shape, plan.group, plan.head_dim), device=device)
         factor = torch.empty((2, 1), device=device)

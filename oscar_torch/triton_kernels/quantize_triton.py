@@ -417,7 +417,8 @@ def quantize_key_pages(
 
     rows bf16 [P, 64, K, D] (other floats are rounded to bf16), transform int16 [1 or K, D, D], multiplier
     int32 [1 or K] -> words int32 [P, K, 64, D / 16], scale bf16 [P, K, 64], page mean bf16 [P, K, D].
-    Raises ShapeError, DTypeError, ConfigError (head_dim), NotImplementedError (device). Format page, section 2.
+    Raises ShapeError, DTypeError, ConfigError (head_dim), NotImplementedError (device).
+    Format page, section 2.
     """
     return _quantize_pages(rows, transform, multiplier, None)
 
@@ -429,14 +430,17 @@ def quantize_value_pages(
 
     rows bf16 [P, 64, K, D], transform int16 [1 or K, D, D], multiplier int32 [1 or K], mean bf16 [1 or K, D]
     -> words int32 [P, K, D, 4], scale bf16 [P, K, 64].
-    Raises ShapeError, DTypeError, ConfigError (head_dim), NotImplementedError (device). Format page, section 2.
+    Raises ShapeError, DTypeError, ConfigError (head_dim), NotImplementedError (device).
+    Format page, section 2.
     """
     if mean.shape[0] != transform.shape[0]:
         raise ShapeError(f"mean has {mean.shape[0]} heads, transform has {transform.shape[0]}")
     return _quantize_pages(rows, transform, multiplier, mean)[:2]
 
 
-def quantize_page_pair(key_pages: torch.Tensor, value_pages: torch.Tensor, rotation) -> dict[str, torch.Tensor]:
+def quantize_page_pair(
+    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation
+) -> dict[str, torch.Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     key_codes, key_scale, key_page_mean = quantize_key_pages(
         key_pages, rotation.key_transform, rotation.key_multiplier
@@ -477,9 +481,7 @@ def flush_pages(cache, rotation, source_pages: torch.Tensor, destination_pages: 
     )  # fmt: skip
 
 
-def append_token(
-    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor
-) -> None:
+def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """Appends at most one row per sequence and quantizes the pages that become history, in two launches.
 
     key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
