@@ -16,6 +16,7 @@ counts columns, since transformers aligns its attention mask with them.
 
 import copy
 import dataclasses
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ class OscarLayer(CacheLayerMixin):
         max_length: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         implementation: str | None = None,
-        observer: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+        observer: Callable[[Tensor, Tensor, Tensor, Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -292,6 +293,7 @@ class OscarLayer(CacheLayerMixin):
 
     def removable(self, tokens_to_remove: int) -> "Removal":
         """What `crop(tokens_to_remove)` takes away; raises, without changing anything, if it cannot."""
+        tokens_to_remove = int(tokens_to_remove)  # some callers pass a 0-dimensional tensor
         if tokens_to_remove > 0:
             tokens_to_remove = -max(0, self.columns - tokens_to_remove)
         columns = min(-tokens_to_remove, self.columns)
@@ -334,7 +336,7 @@ class OscarLayer(CacheLayerMixin):
                         f"tokens {first}..{end - 1} are quantized, a sequence of {left} tokens has "
                         f"{wanted} INT2 pages, not {history}"
                     )
-            elif self.sliding_window is not None:
+            elif isinstance(self.store, DenseCache) and self.sliding_window is not None:
                 slots = self.store.key.shape[1]
                 oldest = max(0, self.reached[b] - slots)
                 if removed and max(0, left - self.sliding_window + 1) < oldest:
@@ -470,6 +472,8 @@ class OscarCache(Cache):
     `implementation` is that of `ops.attend`. Raises ConfigError for models this cache cannot serve,
     CheckpointError for rotations of another model; nothing is allocated before.
     """
+
+    layers: list[Any]  # OscarLayer
 
     def __init__(
         self,
@@ -754,6 +758,8 @@ def calibrate_model(
         )
         for layer in layers
     }
+    # The argument that takes the cache was renamed after transformers 5.17.
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     before = model.config.get_text_config(decoder=True)._attn_implementation
     was_training = model.training
     model.set_attn_implementation(ATTENTION)
@@ -766,7 +772,7 @@ def calibrate_model(
                     covariance.fix_surrogate_metric(state)
             cache = _ObservedCache(model.config, windows, geometry, len(tokens), states)
             with torch.no_grad():
-                model(tokens[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(tokens[None].to(model.device), use_cache=True, logits_to_keep=1, **{argument: cache})
             on_sequence(len(tokens))
     finally:
         model.set_attn_implementation(before)
@@ -785,7 +791,7 @@ class _ObservedCache(OscarCache):
         length: int,
         states: dict[int, covariance.StatisticsState],
     ) -> None:
-        def observer(layer: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+        def observer(layer: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any] | None:
             if layer not in states:
                 return None
             return lambda *rows: covariance.update_statistics(states[layer], *(r[0] for r in rows))
