@@ -15,7 +15,6 @@ objective, the fields and the geometry; a file name can only contradict them, ne
 import dataclasses
 import datetime
 import json
-import mmap
 import os
 import pathlib
 import re
@@ -376,7 +375,7 @@ def export_gguf(
                     f"layer {layer}: {role}_transform differs by head, GGUF holds one matrix per layer"
                 )
             tensors[f"blk.{layer}.attn_{letter}_rot.weight"] = np.ascontiguousarray(matrix[0].T)
-    _bake_gguf(rotation_set.header, base, destination, tensors)
+    _bake_gguf(rotation_set.header, file, destination, tensors)
     _verify_gguf(file, GGUFFile(destination), tensors)
     return _report(
         rotation_set,
@@ -964,32 +963,31 @@ def _gguf_header(
 
 
 def _bake_gguf(
-    header: RotationHeader, base: pathlib.Path, destination: pathlib.Path, tensors: Mapping[str, np.ndarray]
+    header: RotationHeader, base: GGUFFile, destination: pathlib.Path, tensors: Mapping[str, np.ndarray]
 ) -> None:
     gguf = _require("gguf", "writing GGUF files")
-    reader = gguf.GGUFReader(base)
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(temporary, architecture, endianess=reader.endianess)
-    writer.data_alignment = reader.alignment
+    writer = gguf.GGUFWriter(temporary, base.metadata["general.architecture"])
+    writer.data_alignment = base.metadata.get("general.alignment", writer.data_alignment)
     try:
-        for field in reader.fields.values():
-            if field.name.startswith("GGUF.") or field.name == "general.architecture":
-                continue  # the writer has written them itself
-            kind = field.types[0]
-            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+        for key, value in base.metadata.items():
+            if key == "general.architecture":
+                continue  # the writer has written it itself
+            kind, inner = base.metadata_types[key]
+            item = None if inner is None else gguf.GGUFValueType(inner)
+            writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=item)
         writer.add_string(_GGUF_HEADER, json.dumps(header.to_dict(), sort_keys=True))
-        for tensor in reader.tensors:
-            data = tensor.data
-            writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+        for name, tensor in base.tensors.items():
+            # The dtype only says that the shape counts elements, not bytes; the type is the last argument.
+            any_float = np.dtype(np.float32)
+            writer.add_tensor_info(name, tensor.shape, any_float, tensor.num_bytes, tensor.quantization)
         for name, array in tensors.items():
             writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in reader.tensors:
-            writer.write_tensor_data(tensor.data)
+        for name in base.tensors:
+            writer.write_tensor_data(base.raw(name))
         for array in tensors.values():
             writer.write_tensor_data(array)
         writer.close()
@@ -1000,20 +998,17 @@ def _bake_gguf(
 
 def _verify_gguf(base: GGUFFile, written: GGUFFile, tensors: Mapping[str, np.ndarray]) -> None:
     """Compares metadata, base tensors and rotation tensors of the file just written."""
-    if any(written.metadata.get(key) != value for key, value in base.metadata.items()):
-        raise CheckpointError(f"{written.path}: metadata did not survive writing")
-    with base.path.open("rb") as first, written.path.open("rb") as second:
-        before = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
-        after = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
-        for name, tensor in base.tensors.items():
-            copy = written.tensors.get(name)
-            if (
-                copy is None
-                or (copy.shape, copy.quantization) != (tensor.shape, tensor.quantization)
-                or before[tensor.offset : tensor.offset + tensor.num_bytes]
-                != after[copy.offset : copy.offset + copy.num_bytes]
-            ):
-                raise CheckpointError(f"{written.path}: tensor {name} did not survive writing")
+    for key, value in base.metadata.items():
+        if (written.metadata.get(key), written.metadata_types.get(key)) != (value, base.metadata_types[key]):
+            raise CheckpointError(f"{written.path}: metadata {key} did not survive writing")
+    for name, tensor in base.tensors.items():
+        copy = written.tensors.get(name)
+        same_form = copy is not None and (copy.shape, copy.quantization) == (
+            tensor.shape,
+            tensor.quantization,
+        )
+        if not same_form or not np.array_equal(written.raw(name), base.raw(name)):
+            raise CheckpointError(f"{written.path}: tensor {name} did not survive writing")
     for name, array in tensors.items():
         if not np.array_equal(written.load(name), array):
             raise CheckpointError(f"{written.path}: tensor {name} did not survive writing")

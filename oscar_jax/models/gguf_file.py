@@ -48,6 +48,7 @@ class GGUFFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CheckpointError(f"cannot read GGUF file {path}: {error}") from None
         self._cursor = 0
+        self.metadata_types: dict[str, tuple[int, int | None]] = {}  # value type, and that of array items
         try:
             self.metadata, self.tensors = self._read_header()
         except (struct.error, IndexError, UnicodeDecodeError, MemoryError, OverflowError):
@@ -61,6 +62,11 @@ class GGUFFile:
             raise CheckpointError(
                 f"GGUF file {path} is one of {self.metadata['split.count']}: merge them first"
             )
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor's bytes as they lie in the file, uint8 [num_bytes], not copied."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
 
     def load(self, name: str) -> np.ndarray:
         """The tensor dequantized to float32, rows first."""
@@ -95,8 +101,10 @@ class GGUFFile:
         num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
         metadata = {}
         for _ in range(num_values):
-            key = self._string()
-            metadata[key] = self._value(self._scalar("I"))
+            key, kind = self._string(), self._scalar("I")
+            inner = struct.unpack_from("<I", self._data, self._cursor)[0] if kind == _ARRAY else None
+            self.metadata_types[key] = (kind, inner)
+            metadata[key] = self._value(kind)
         table = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         start = -(-self._cursor // alignment) * alignment
