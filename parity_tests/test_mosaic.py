@@ -1,0 +1,478 @@
+"""The Mosaic GPU kernels: their bodies executed on the CPU against the reference, every launch lowered for
+CUDA without a GPU, and, on a Hopper GPU, the compiled kernels themselves.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.experimental.mosaic.gpu")
+
+import jax.numpy as jnp
+
+from oscar_jax import attention, cache_format, ops, packing
+from oscar_jax import cache as layer_cache
+from oscar_jax.cache import LayerCache
+from oscar_jax.config import CacheConfig
+from oscar_jax.pallas import decode_mosaic_gpu, prefill_mosaic_gpu, quantize_mosaic_gpu
+from oscar_jax.pallas import fragments as frag
+from oscar_jax.rotation import hadamard_rotation
+from parity_tests import mosaic_emulator as emulator
+from parity_tests import rows as row_families
+
+PAGE = cache_format.PAGE_TOKENS
+HEAD_DIMS = decode_mosaic_gpu.HEAD_DIMS
+# Of an output entry, relative to the largest one: float16 probabilities and a 15-bit query.
+TOLERANCE = 3e-3
+
+
+# --- shared cases ---------------------------------------------------------------------------------
+
+
+def random_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
+    rotation = hadamard_rotation(heads, head_dim)
+    mean = rng.normal(0, 0.5, rotation.value_mean.shape)
+    return dataclasses.replace(rotation, value_mean=jnp.asarray(mean, jnp.bfloat16))
+
+
+def random_cache(
+    heads: int, group: int, head_dim: int, lengths: list[int], rng: np.random.Generator, cut: bool = False
+) -> LayerCache:
+    """Random words, scales and rows under permuted tables; all that no sequence owns is NaN.
+
+    With `cut`, every other sequence was cut inside its INT2 pages: its history reaches past its end.
+    """
+    config = CacheConfig(heads, heads * group, head_dim)
+    history = np.array([config.history_pages(n) for n in lengths])
+    if cut:
+        history[1::2] = [max(0, -(-(n - config.sink_tokens) // PAGE)) for n in lengths[1::2]]
+    batch, slots, max_pages = len(lengths), config.window_slots, max(1, int(history.max()))
+    pages, window_pages = 1 + int(history.sum()), 1 + batch * slots
+    order = iter(1 + rng.permutation(pages - 1))
+    table = np.zeros((batch, max_pages), np.int32)
+    for b, i in itertools.product(range(batch), range(max_pages)):
+        table[b, i] = next(order) if i < history[b] else 0
+
+    def normal(*shape: int, size: float = 1.0) -> np.ndarray:
+        out = size * rng.normal(0, 1, shape)
+        out[0] = np.nan
+        return out
+
+    def scales(*shape: int, size: float) -> np.ndarray:
+        return np.exp(normal(*shape, size=0.5)) * size
+
+    def words(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.integers(-(2**31), 2**31, shape), jnp.int32)
+
+    def bfloat16(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x, jnp.bfloat16)
+
+    window = [normal(window_pages, heads, PAGE, head_dim) for _ in range(2)]
+    window_table = 1 + rng.permutation(window_pages - 1).reshape(batch, slots)
+    cache = LayerCache(
+        key_codes=words(pages, heads, PAGE, head_dim // 16),
+        value_codes=words(pages, heads, head_dim, 4),
+        key_scale=bfloat16(scales(pages, heads, PAGE, size=0.4)),
+        value_scale=bfloat16(scales(pages, heads, PAGE, size=3.7)),
+        key_page_mean=bfloat16(normal(pages, heads, head_dim)),
+        window_key=bfloat16(window[0]),
+        window_value=bfloat16(window[1]),
+        page_table=jnp.asarray(table),
+        window_table=jnp.asarray(window_table, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        history_pages=jnp.asarray(history, jnp.int32),
+        config=config,
+    )
+    free = np.asarray(attention.window_positions(cache)) < 0  # [B, slots, 64]
+    for array in window:
+        for b, s in itertools.product(range(batch), range(slots)):
+            array[window_table[b, s]][:, free[b, s]] = np.nan
+    return dataclasses.replace(cache, window_key=bfloat16(window[0]), window_value=bfloat16(window[1]))
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """For every sequence, relative to its largest entry."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert np.isfinite(got).all()
+    for b in range(len(want)):
+        error = np.abs(got[b] - want[b]).max() / max(np.abs(want[b]).max(), 1e-6)
+        assert error <= TOLERANCE, f"sequence {b}: error {error:.1e}"
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Runs the kernel bodies in the emulator instead of launching them."""
+
+    def partials(query_rotated: Any, query: Any, cache: Any, shape: Any) -> Any:
+        names = decode_mosaic_gpu._ARGUMENTS[2:-2]
+        arrays = {name: np.array(getattr(cache, name)) for name in names}
+        arrays |= {"query_rotated": np.array(query_rotated), "query": np.array(query)}
+        counts = (shape.batch, shape.heads, shape.group, shape.partials)
+        arrays["out"] = np.full((*counts, shape.head_dim), np.nan, np.float32)
+        arrays["lse"] = np.full(counts, np.nan, np.float32)
+        grid = (shape.heads * shape.tiles, shape.partials, shape.batch)
+        for block in np.ndindex(*grid):
+            machine = emulator.Machine(shape.shared_bytes, shape.warps)
+            decode_mosaic_gpu.decode_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
+        return jnp.asarray(arrays["out"]), jnp.asarray(arrays["lse"])
+
+    def quantize(shape: Any) -> Any:
+        inputs, outputs = quantize_mosaic_gpu._argument_names(shape.kinds)
+
+        def run(*operands: Any) -> tuple:
+            arrays = dict(zip(inputs, map(np.array, operands)))
+            shapes = cache_format.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
+            for name in outputs:
+                kind = np.int32 if name.endswith("codes") else np.uint16
+                arrays[name] = np.full(shapes[name], 0x7FC1, kind)
+            for block in np.ndindex(shape.blocks, shape.heads, len(shape.kinds)):
+                machine = emulator.Machine(shape.shared_bytes, 4 * shape.warpgroups)
+                quantize_mosaic_gpu.quantize_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
+            return tuple(
+                arrays[n] if n.endswith("codes") else arrays[n].view(jnp.bfloat16.dtype) for n in outputs
+            )
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_mosaic_gpu, "decode_partials", partials)
+        patch.setattr(quantize_mosaic_gpu, "_quantize_kernel", quantize)
+        yield
+
+
+# --- index arithmetic and unpack rules --------------------------------------------------------------
+
+
+def test_unpacked_bytes_and_halves_are_the_codes_in_the_documented_order() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 4, (PAGE, 128), dtype=np.uint8)
+    key_words = np.asarray(packing.pack_key_codes(jnp.asarray(codes))).view(np.uint32)  # [64, 8]
+    value_words = np.asarray(packing.pack_value_codes(jnp.asarray(codes))).view(np.uint32)  # [128, 4]
+    seen = set()
+    for j, c, register, byte in np.ndindex(2, 4, 4, 4):
+        channel = frag.byte_channel(j, c, register, byte)
+        got = frag.unpack_bytes(key_words[:, 4 * j + c])[register] >> (8 * byte) & 0xFF
+        assert (got == codes[:, channel] * frag.BYTE_WEIGHTS[register]).all()
+        seen.add(channel)
+    assert seen == set(range(128))
+    seen = set()
+    for c, register, half in np.ndindex(4, 8, 2):
+        token = frag.half_token(c, register, half)
+        bits = frag.unpack_halves(value_words[:, c])[register] >> (16 * half) & 0xFFFF
+        got = bits.astype(np.uint16).view(np.float16).astype(np.float64) / frag.HALF_UNIT
+        assert (got == codes[token] * 4.0 ** frag.HALF_EXPONENTS[register]).all()
+        seen.add(token)
+    assert seen == set(range(PAGE))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_staged_key_page_is_a_permutation_without_bank_conflicts(head_dim: int) -> None:
+    parts = head_dim // 64
+    token, part = np.divmod(np.arange(PAGE * parts), parts)
+    address = frag.key_chunk_address(token, part, parts)
+    assert sorted(address) == list(range(0, 16 * PAGE * parts, 16))
+    assert (address == frag.key_row_address((token & 7) * parts + part, token >> 3)).all()
+    banks = address // 16 % 8
+    for quarter in banks.reshape(-1, 8):  # eight lanes write one after the other's neighbour
+        assert len(set(quarter)) == 8
+    for matrix in range(8 * parts):  # ldmatrix reads the eight rows of a matrix
+        assert len({frag.key_row_address(matrix, g) // 16 % 8 for g in range(8)}) == 8
+
+
+def test_rotated_channels_fill_key_words_in_order() -> None:
+    n, column = np.divmod(np.arange(256), 8)
+    channel = frag.rotated_channel(n, column)
+    assert sorted(channel) == list(range(256))
+    for lane in range(4):  # what one lane collects from tiles 8j .. 8j+7 is one word
+        mine = channel.reshape(32, 8)[:8, 2 * lane : 2 * lane + 2].ravel()
+        assert (mine == 16 * lane + np.arange(16)).all()
+
+
+# --- the emulator itself ----------------------------------------------------------------------------
+
+
+def test_emulator_delivers_copies_only_when_waited_for() -> None:
+    machine = emulator.Machine(4096, 4)
+    source = np.arange(128 * 4, dtype=np.int32)
+    machine.copy_async(machine.thread * 16, machine.pointer(source).at(machine.thread, 16))
+    machine.commit_copies()
+    assert (machine.load_shared(machine.thread * 16)[0].value == emulator.POISON).all()
+    machine.wait_copies(0)
+    assert (machine.load_shared(machine.thread * 16)[0].value == 4 * np.arange(128)).all()
+
+
+def test_emulator_refuses_accesses_outside_an_array_and_divided_warps() -> None:
+    machine = emulator.Machine(64, 4)
+    with pytest.raises(AssertionError):
+        machine.load_global(machine.pointer(np.zeros(4, np.int32)).at(machine.thread, 4))
+    with pytest.raises(AssertionError, match="divides a warp"):
+        machine.branch(machine.lane.lt(3), [machine.Int(0)], lambda carry: carry)
+
+
+# --- kernel bodies on the CPU -----------------------------------------------------------------------
+
+DECODE_CASES = {
+    "paired": (2, 4, 128, {}),
+    "separate": (1, 7, 64, {}),
+    "tiles": (1, 12, 64, {}),
+    "wide": (1, 2, 256, {}),
+    "float32": (1, 3, 64, {"dtype": jnp.float32, "sink": True}),
+    "float32_separate": (1, 5, 64, {"dtype": jnp.float32}),
+    "cut": (1, 4, 64, {"cut": True}),
+}
+
+
+def decode_case(heads: int, group: int, head_dim: int, dtype: Any = jnp.bfloat16, sink=False, cut=False):
+    rng = np.random.default_rng([heads, group, head_dim])
+    lengths = [64 * 7 + 33, 64 * 5 + 1] if cut else [705, 384, 63, 0]
+    cache = random_cache(heads, group, head_dim, lengths, rng, cut)
+    query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), heads * group, head_dim)), dtype)
+    options = {"scale": head_dim**-0.5}
+    if sink:
+        options["sink_logits"] = jnp.asarray(rng.normal(0, 1, heads * group), jnp.float32)
+    return query, cache, random_rotation(heads, head_dim, rng), options
+
+
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_decode_body_equals_reference(name: str) -> None:
+    *geometry, settings = DECODE_CASES[name]
+    query, cache, rotation, options = decode_case(*geometry, **settings)
+    with emulated():
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, splits=2, **options)
+    assert got.dtype == jnp.float32 and got.shape == query.shape
+    assert_close(got, attention.decode_attention(query, cache, rotation, **options))
+
+
+def test_decode_body_survives_extreme_scales_and_scores() -> None:
+    """Value scales over 80 powers of two and scores of several hundred: float16 must neither overflow nor flush."""
+    query, cache, rotation, options = decode_case(1, 4, 64)
+    rng = np.random.default_rng(1)
+    size = 2.0 ** rng.integers(-40, 40, cache.value_scale.shape[:2])[..., None]
+    cache = dataclasses.replace(
+        cache,
+        value_scale=(cache.value_scale * jnp.asarray(size)).astype(jnp.bfloat16),
+        key_scale=cache.key_scale * 30,
+        window_value=cache.window_value * 0,
+    )
+    with emulated():
+        got = decode_mosaic_gpu.decode_attention(query[:2], _first(cache, 2), rotation, **options)
+    assert_close(got, attention.decode_attention(query[:2], _first(cache, 2), rotation, **options))
+
+
+def _first(cache: LayerCache, batch: int) -> LayerCache:
+    names = ("page_table", "window_table", "lengths", "history_pages")
+    return dataclasses.replace(cache, **{n: getattr(cache, n)[:batch] for n in names})
+
+
+def test_prefill_body_equals_reference() -> None:
+    rng = np.random.default_rng(2)
+    heads, group, head_dim, tokens = 1, 3, 64, 5
+    cache = random_cache(heads, group, head_dim, [705, 65], rng)
+    rotation = random_rotation(heads, head_dim, rng)
+    query = jnp.asarray(rng.normal(0, 1, (2, tokens, heads * group, head_dim)), jnp.bfloat16)
+    key, value = jnp.asarray(rng.normal(0, 1, (2, 2, tokens, heads, head_dim)), jnp.bfloat16)
+    lengths = jnp.asarray([tokens, 2], jnp.int32)
+    key = key.at[1, 2:].set(jnp.nan)
+    options = {"new_lengths": lengths, "scale": head_dim**-0.5}
+    want = attention.chunk_attention(query, key, value, cache, rotation, **options)
+    with emulated():
+        got = prefill_mosaic_gpu.chunk_attention(query, key, value, cache, rotation, **options)
+    assert_close(got[:, :2], want[:, :2])
+    assert_close(got[:1], want[:1])
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "pages"), [(64, 2, 3), (128, 1, 1), (256, 1, 1)])
+def test_quantize_body_writes_the_bytes_of_the_reference(head_dim: int, heads: int, pages: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    shape = (PAGE * pages, heads, head_dim)
+    key, value = (
+        jnp.asarray(family(rng, shape).view(jnp.bfloat16.dtype).reshape(pages, PAGE, heads, head_dim))
+        for family in (row_families.normal_rows, row_families.all_bit_patterns)
+    )
+    rotation = quantizer_rotation(heads, head_dim, rng)
+    with emulated():
+        got = quantize_mosaic_gpu.quantize_page_pair(key, value, rotation)
+        swapped = quantize_mosaic_gpu.quantize_page_pair(value, key, rotation)
+    assert_same_bytes(got, layer_cache.quantize_page_pair(key, value, rotation))
+    assert_same_bytes(swapped, layer_cache.quantize_page_pair(value, key, rotation))
+
+
+def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
+    """What the quantizer needs of a rotation: random orthogonal transforms, multipliers and a mean value."""
+    matrix, _ = np.linalg.qr(rng.normal(0, 1, (heads, head_dim, head_dim)))
+    transform = jnp.asarray(np.rint(matrix * cache_format.TRANSFORM_MAX), jnp.int16)
+    multiplier = jnp.asarray(rng.integers(1, cache_format.MULTIPLIER_LIMIT, heads), jnp.int32)
+    return types.SimpleNamespace(
+        key_transform=transform,
+        value_transform=transform.swapaxes(1, 2),
+        key_multiplier=multiplier,
+        value_multiplier=multiplier[::-1],
+        value_mean=jnp.asarray(rng.normal(0, 1, (heads, head_dim)), jnp.bfloat16),
+    )
+
+
+def assert_same_bytes(got: dict, want: dict) -> None:
+    assert set(got) == set(want)
+    for name, array in want.items():
+        a, b = (np.asarray(x) for x in (got[name], array))
+        assert a.dtype == b.dtype and a.shape == b.shape
+        different = a.view(f"i{a.itemsize}") != b.view(f"i{b.itemsize}")
+        assert not different.any(), f"{name}: {different.sum()} of {different.size} differ"
+
+
+# --- every launch lowers for CUDA, without a GPU ------------------------------------------------------
+
+
+def lower_for_cuda(function: Any, *args: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def cache_shapes(heads: int, group: int, head_dim: int, batch: int, pages: int) -> Any:
+    config = CacheConfig(heads, heads * group, head_dim)
+    length = config.sink_tokens + config.recent_tokens + PAGE * pages
+    return jax.eval_shape(lambda: layer_cache.allocate_layer_cache(config, batch, length))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [(1, "bfloat16"), (4, "bfloat16"), (4, "float32"), (8, "bfloat16"), (8, "float32"), (12, "bfloat16")],
+)
+def test_decode_lowers_for_cuda(head_dim: int, group: int, dtype: str) -> None:
+    cache = cache_shapes(2, group, head_dim, 3, 40)
+    query = jax.ShapeDtypeStruct((3, 2 * group, head_dim), jnp.dtype(dtype))
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
+    decode = decode_mosaic_gpu.decode_attention
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_lowers_for_cuda(head_dim: int) -> None:
+    cache = cache_shapes(2, 4, head_dim, 1, 40)
+    query = jax.ShapeDtypeStruct((1, 192, 8, head_dim), jnp.bfloat16)
+    chunk = jax.ShapeDtypeStruct((1, 192, 2, head_dim), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
+    prefill = prefill_mosaic_gpu.chunk_attention
+    lower_for_cuda(
+        lambda q, k, v, c, r, n: prefill(q, k, v, c, r, new_lengths=n, scale=0.1),
+        *(query, chunk, chunk, cache, rotation, lengths),
+    )
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_quantize_lowers_for_cuda(head_dim: int) -> None:
+    pages = jax.ShapeDtypeStruct((5, PAGE, 2, head_dim), jnp.bfloat16)
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
+    lower_for_cuda(quantize_mosaic_gpu.quantize_page_pair, pages, pages, rotation)
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+def test_unsupported_shapes_are_named_before_launch() -> None:
+    rng = np.random.default_rng(0)
+    cache = random_cache(1, 2, 96, [400], rng)
+    rotation = hadamard_rotation(1, 96)
+    query = jnp.zeros((1, 2, 96), jnp.bfloat16)
+    for call in (decode_mosaic_gpu.decode_attention, lambda *a, **k: _named(ops.decode_attention, *a, **k)):
+        with pytest.raises(NotImplementedError, match="head_dim = 96"):
+            call(query, cache, rotation, scale=1.0)
+    pages = jnp.zeros((1, PAGE, 1, 96), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="head_dim = 96"):
+        quantize_mosaic_gpu.quantize_page_pair(pages, pages, rotation)
+    cache = random_cache(1, 2, 64, [400], rng)
+    query = jnp.zeros((1, 2, 64), jnp.float16)
+    with pytest.raises(NotImplementedError, match="float16"):
+        decode_mosaic_gpu.decode_attention(query, cache, hadamard_rotation(1, 64), scale=1.0)
+    with pytest.raises(NotImplementedError, match="sliding_window = 128"):
+        decode_mosaic_gpu.decode_attention(
+            query, cache, hadamard_rotation(1, 64), scale=1.0, sliding_window=128
+        )
+
+
+def _named(function: Any, *args: Any, **options: Any) -> Any:
+    return function(*args, implementation="mosaic_gpu", **options)
+
+
+# --- compiled kernels on a Hopper GPU -------------------------------------------------------------------
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_decode_on_device(head_dim: int, group: int) -> None:
+    rng = np.random.default_rng([head_dim, group])
+    lengths = [1, 63, 64, 65, 320, 383, 384, 385, 1000, 5000, 0]
+    cache = random_cache(3, group, head_dim, lengths, rng)
+    rotation = random_rotation(3, head_dim, rng)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), 3 * group, head_dim)), dtype)
+        options = {"scale": head_dim**-0.5}
+        got = jax.jit(lambda q, c: _named(ops.decode_attention, q, c, rotation, **options))(query, cache)
+        want = jax.jit(lambda q, c: attention.decode_attention(q, c, rotation, **options))(query, cache)
+        assert_close(got, want)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_decode_cases_on_device(name: str) -> None:
+    *geometry, settings = DECODE_CASES[name]
+    query, cache, rotation, options = decode_case(*geometry, **settings)
+    for splits in (1, 2, 7):
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, splits=splits, **options)
+        assert_close(got, attention.decode_attention(query, cache, rotation, **options))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("family", sorted(row_families.ROW_FAMILIES))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_quantize_on_device(head_dim: int, family: str) -> None:
+    rng = np.random.default_rng(head_dim)
+    for heads, pages in ((1, 1), (3, 7), (8, 40)):
+        bits = row_families.ROW_FAMILIES[family](rng, (PAGE * pages, heads, head_dim))
+        pair = jnp.asarray(bits.view(jnp.bfloat16.dtype).reshape(pages, PAGE, heads, head_dim))
+        rotation = quantizer_rotation(heads, head_dim, rng)
+        got = quantize_mosaic_gpu.quantize_page_pair(pair, pair[::-1], rotation)
+        assert_same_bytes(got, layer_cache.quantize_page_pair(pair, pair[::-1], rotation))
+
+
+@pytest.mark.hopper
+def test_thousand_steps_on_device_equal_the_reference() -> None:
+    """1000 decode steps by the kernels: byte-equal pages and outputs within tolerance of the reference."""
+    rng = np.random.default_rng(0)
+    heads, group, head_dim, batch = 2, 4, 128, 2
+    config = CacheConfig(heads, heads * group, head_dim)
+    rotation = jax.tree.map(jnp.asarray, random_rotation(heads, head_dim, rng))
+    caches = {name: layer_cache.allocate_layer_cache(config, batch, 1100) for name in ops.IMPLEMENTATIONS}
+    steps = {
+        name: jax.jit(
+            lambda q, k, v, n, c, name=name: ops.attend(
+                q, k, v, c, rotation, new_lengths=n, scale=head_dim**-0.5, implementation=name
+            )
+        )
+        for name in caches
+    }
+    for step in range(1000):
+        query = jnp.asarray(rng.normal(0, 1, (batch, 1, heads * group, head_dim)), jnp.bfloat16)
+        key, value = jnp.asarray(rng.normal(0, 1, (2, batch, 1, heads, head_dim)), jnp.bfloat16)
+        new = jnp.asarray([1, step % 3 > 0], jnp.int32)
+        outs = {}
+        for name, attend in steps.items():
+            outs[name], caches[name] = attend(query, key, value, new, caches[name])
+        if step % 50 == 49:
+            assert_close(outs["mosaic_gpu"][:1], outs["xla"][:1])
+    fields = (*cache_format.INT2_ARRAYS, *cache_format.WINDOW_ARRAYS)
+    got, want = ({n: getattr(caches[i], n) for n in fields} for i in ("mosaic_gpu", "xla"))
+    assert_same_bytes(got, want)
