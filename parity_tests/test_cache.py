@@ -106,7 +106,7 @@ class TestLayout:
         for index, length in enumerate(LENGTHS):
             assert_holds(one_shot, index, sequences.key[index, :length], sequences.value[index, :length])
 
-    @pytest.mark.parametrize("chunk", [1, 64, 100])
+    @pytest.mark.parametrize("chunk", [1, 64, 400])
     def test_chunked_and_streamed(
         self, framework: Framework, one_shot: PackageCache, sequences: Sequences, chunk: int
     ) -> None:
