@@ -145,10 +145,12 @@ class Generator:
         """
         lengths = _check_prompts(prompts, self.config.vocab_size, max_new_tokens)
         batch, compiled_before = len(prompts), self._compile_seconds
+        longest = int(lengths.max()) + max_new_tokens
         caches = allocate_model_cache(
             self.config,
             batch,
-            int(lengths.max()) + max_new_tokens,
+            # whole chunks, so that runs of similar length share their compiled programs
+            -(-longest // self.chunk) * self.chunk,
             kind=self.cache,
             sliding_layers_bf16=self.sliding_layers_bf16,
         )

@@ -122,8 +122,7 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
-@pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize(("family", "chunk"), [("qwen3", 64), ("qwen3", 128), ("gemma3", 64)])
 def test_cached_decoding_equals_the_uncached_model(family: str, chunk: int) -> None:
     """A float32 cache holds the rows exactly, so only the order of sums differs; 141 fills no chunk."""
     tokens = tokens_of(150)
@@ -170,12 +169,18 @@ def test_int2_decoding_is_exact_attention_over_the_restored_pages(family: str) -
     tokens = tokens_of(500)
     caches = allocate_model_cache(config, 1, 512)
     _, caches = run_cached(family, tokens, caches, 64, prompt=500)
-    attention = Recording(CachedAttention(config, rotations_of(config), jnp.array([1], jnp.int32)))
-    model(jnp.array([[3]]), caches, positions=jnp.array([[500]]), attention=attention)
+
+    @nnx.jit
+    def record(model: Decoder, caches: list[Any]) -> dict[int, Any]:
+        attention = Recording(CachedAttention(config, rotations_of(config), jnp.array([1], jnp.int32)))
+        model.hidden_states(jnp.array([[3]]), caches, positions=jnp.array([[500]]), attention=attention)
+        return attention.records
+
+    records = record(model, caches)
     paged = int2_layers(config)
     assert paged
     for layer in paged:
-        query, out, cache = attention.records[layer]
+        query, out, cache = records[layer]
         assert isinstance(cache, LayerCache) and int(cache.history_pages[0]) == 2
         key, value = (
             np.asarray(rows, np.float64) for rows in read_layer_cache(cache, rotations_of(config)[layer], 0)
@@ -236,8 +241,7 @@ def ragged_run(family: str) -> tuple[Generation, list[tuple[int, int]]]:
     return generator(family)(prompts, 12, lambda *event: streamed.append(event)), streamed
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
-@pytest.mark.parametrize("index", [0, 3, 6])
+@pytest.mark.parametrize(("family", "index"), [("qwen3", 0), ("qwen3", 3), ("qwen3", 6), ("gemma3", 6)])
 def test_ragged_batch_equals_each_prompt_alone(family: str, index: int) -> None:
     together, _ = ragged_run(family)
     alone = generator(family)([tokens_of(RAGGED[index]).tolist()], 12)
@@ -258,7 +262,7 @@ def test_greedy_tokens_are_those_of_the_uncached_model(family: str) -> None:
     prompt = tokens_of(70).tolist()
     made = generator(family, "bf16")([prompt], 12).tokens[0]
     model, _ = tiny_model(family)
-    logits = np.asarray(model(jnp.asarray([prompt + made]))[0])[0, 69:-1]
+    logits = np.asarray(nnx.jit(lambda m, t: m(t)[0])(model, jnp.asarray([prompt + made])))[0, 69:-1]
     chosen = logits[np.arange(12), made]
     assert (logits.max(axis=-1) - chosen <= 0.02 * np.abs(logits).max()).all()
 
@@ -274,8 +278,8 @@ def test_streaming_statistics_and_reuse() -> None:
     assert statistics.compile_seconds > 0 and statistics.decode_tokens_per_second > 0
     assert statistics.cache_bytes["total"] == sum(live_bytes(cache)["total"] for cache in result.caches)
     assert statistics.cache_bytes["int2_pages"] == 4  # two pages of the longest prompt, in two layers
-    prompts = [tokens_of(length).tolist() for length in RAGGED]
-    again = generator("qwen3")(prompts, 12)
+    # as many prompts of similar length use the programs that are there
+    again = generator("qwen3")([tokens_of(length).tolist() for length in RAGGED], 12)
     assert again.statistics.compile_seconds == 0
     assert again.tokens == result.tokens
 
@@ -284,7 +288,7 @@ def test_caches_are_donated() -> None:
     """The compiled programs write the caches in place."""
     _, config = tiny_model("qwen3")
     ragged_run("qwen3")
-    caches = jax.tree.leaves(allocate_model_cache(config, len(RAGGED), max(RAGGED) + 12))
+    caches = jax.tree.leaves(allocate_model_cache(config, len(RAGGED), 512))
     codes = sum(leaf.nbytes for leaf in caches if leaf.dtype == jnp.int32 and leaf.ndim == 4)
     for (name, *_), program in generator("qwen3")._programs.items():
         if name in ("prefill", "decode"):
