@@ -180,7 +180,7 @@ def _transpose_operand(p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _columns_of_heads(x, ROWS: gl.constexpr, GP: gl.constexpr):
-    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; of four heads j = 1 is 0."""
+    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; of 4 heads j = 1 is 0."""
     if GP == 4:
         x = gl.join(x, gl.zeros_like(x)).reshape([ROWS, 8])
     else:

@@ -472,7 +472,7 @@ def merge(
         lse if sink_logits is None else sink_logits, out,
         K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SPLITS=plan.splits,
         TOTAL=plan.total, TOTAL_P=triton.next_power_of_2(plan.total), HEADS=rows, STEP=max(1, 32 // rows),
-        CHUNK=plan.padded_dim if plan.padded_dim <= 128 else 64, SINK_LOGITS=sink_logits is not None,
+        CHUNK=plan.padded_dim if plan.padded_dim <= 128 else 32, SINK_LOGITS=sink_logits is not None,
         num_warps=8,
     )  # fmt: skip
     return out

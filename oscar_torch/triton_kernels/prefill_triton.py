@@ -1,12 +1,14 @@
 """Attention of a chunk of queries over INT2 history, BF16 window and the chunk itself, in plain Triton.
 
 Why: a prompt longer than one chunk reads its own history from INT2 pages. One program owns `ROWS` queries of
-one key/value head (row = token * G + query head of the group) and walks over all keys with one online softmax,
-so there is no workspace at all and the history is unpacked only inside a tile.
+one key/value head (row = token * G + query head of the group) and walks over all keys with one softmax, so
+there is no workspace at all and the history is unpacked only inside a tile.
 
 Order: rotated query over INT2 pages; output transform and value mean applied to what was accumulated; then
 sink, recent and chunk tokens as plain rows. Scores are in log2 units. Format page, section 5.
 """
+
+import dataclasses
 
 import torch
 import triton
@@ -21,6 +23,25 @@ PAGE = tl.constexpr(fmt.PAGE_TOKENS)
 CODE_UNIT = tl.constexpr(2.0**24)  # a code read as an fp16 subnormal is code * 2**-24
 PAGES_PER_MEAN = tl.constexpr(16)  # page means that one product with the queries covers
 UNSEEN = tl.constexpr(-1.0e30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one padded head_dim runs: query rows per program, warps, pipeline stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    32: Tile(rows=64, warps=4, stages=2),
+    64: Tile(rows=128, warps=8, stages=2),
+    128: Tile(rows=128, warps=8, stages=2),
+    256: Tile(rows=32, warps=8, stages=1),
+    512: Tile(rows=16, warps=8, stages=1),
+}
+SMALL_TILES = {**TILES, 128: Tile(rows=64, warps=4, stages=1)}  # for less than 164 KB of shared memory
 
 
 @triton.jit
@@ -41,31 +62,24 @@ def _softmax_step(score, visible, m, l):
 
 @triton.jit
 def _times_matrix(
-    x, matrix_ptr, scratch_ptr, row_mask, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr
+    rows_ptr, row_mask, matrix_ptr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """x [ROWS, DP] @ matrix [D, D]; above one chunk x passes through scratch rows, pointers [ROWS, 1]."""
+    """Rows in memory (pointers [ROWS, 1]) @ matrix float32 [D, D] -> float32 [ROWS, DP]."""
     channels = tl.arange(0, DP)
-    if CHUNK == DP:
-        mask = (channels < D)[:, None] & (channels < D)[None, :]
-        t = tl.load(matrix_ptr + channels[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        return tl.dot(x, t, input_precision="tf32x3")
-    else:
-        tl.store(scratch_ptr + channels[None, :], x, mask=row_mask[:, None] & (channels < D)[None, :])
-        tl.debug_barrier()
-        out = tl.zeros_like(x)
-        for chunk in range(0, D, CHUNK):
-            c = chunk + tl.arange(0, CHUNK)
-            part = tl.load(scratch_ptr + c[None, :], mask=row_mask[:, None] & (c < D)[None, :], other=0.0)
-            t_mask = (c < D)[:, None] & (channels < D)[None, :]
-            t = tl.load(matrix_ptr + c[:, None] * D + channels[None, :], mask=t_mask, other=0.0)
-            out = tl.dot(part, t, acc=out, input_precision="tf32x3")
-        tl.debug_barrier()
-        return out
+    out = tl.zeros((ROWS, DP), tl.float32)
+    for chunk in range(0, D, CHUNK):
+        c = chunk + tl.arange(0, CHUNK)
+        rows = tl.load(rows_ptr + c[None, :], mask=row_mask[:, None] & (c < D)[None, :], other=0.0)
+        mask = (c < D)[:, None] & (channels < D)[None, :]
+        t = tl.load(matrix_ptr + c[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        out = tl.dot(rows.to(tl.float32), t, acc=out, input_precision="tf32x3")
+    return out
 
 
 @triton.jit
 def _plain_rows(
-    q, key_ptr, value_ptr, stride_row, row_offset, stored, visible, acc, m, l, D: tl.constexpr, DP: tl.constexpr
+    q, key_ptr, value_ptr, stride_row, row_offset, stored, visible, acc, m, l,
+    D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One step over 64 BF16 rows: stored [64] says which exist, visible [ROWS, 64] who sees them."""
     channels = tl.arange(0, DP)
@@ -104,8 +118,6 @@ def _chunk_kernel(
     in_page = tl.arange(0, PAGE)
     out_row = ((b * tokens + step) * (K * G) + head * G + row % G).to(tl.int64) * D
     row_mask = live[:, None] & (channels < D)[None, :]
-    q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)
-    q = q.to(tl.float32) * softmax_scale
     m = tl.full((ROWS,), UNSEEN, tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
@@ -114,13 +126,15 @@ def _chunk_kernel(
     first_page = tl.maximum(tl.min(oldest, 0) // PAGE - SINK_PAGES, 0) if SLIDING else 0
     if first_page < history:
         matrix = head * stride_rotation * D * D
-        scratch = out_ptr + out_row[:, None]
-        rotated = _times_matrix(q, query_transform_ptr + matrix, scratch, live, D, DP, CHUNK)
+        query_rows = query_ptr + out_row[:, None]
+        rotated = _times_matrix(query_rows, live, query_transform_ptr + matrix, ROWS, D, DP, CHUNK)
         largest = tl.max(tl.abs(rotated), 1)
         unit = tl.where(largest > 0, largest, 1.0) * (1.0 / 1024)
         rotated16 = (rotated / unit[:, None]).to(tl.float16)
         query_sum = 1.5 * tl.sum(rotated16.to(tl.float32), 1)
+        unit = unit * softmax_scale
         weight_sum = tl.zeros((ROWS,), tl.float32)
+        value_unit = 1.0e-30  # largest value scale so far / 1024: keeps the weights inside fp16
         shift = 2 * tl.arange(0, 16)
         word = tl.arange(0, DP // 16)
         token_word = tl.arange(0, PAGE // 16)
@@ -129,10 +143,16 @@ def _chunk_kernel(
             index = block + group
             in_history = index < history
             entry = tl.load(page_table_ptr + b * stride_table + index, mask=in_history, other=0).to(tl.int64)
-            mean_offset = (entry * K + head)[None, :] * D + channels[:, None]
-            mean_mask = in_history[None, :] & (channels < D)[:, None]
-            mean = _widen(tl.load(key_page_mean_ptr + mean_offset, mask=mean_mask, other=0))
-            page_scores = tl.dot(q, mean, input_precision="tf32x3")
+            page_scores = tl.zeros((ROWS, PAGES_PER_MEAN), tl.float32)
+            for chunk in range(0, D, CHUNK):
+                c = chunk + tl.arange(0, CHUNK)
+                q_mask = live[:, None] & (c < D)[None, :]
+                q_part = tl.load(query_rows + c[None, :], mask=q_mask, other=0.0).to(tl.float32)
+                mean_offset = (entry * K + head)[None, :] * D + c[:, None]
+                mean_mask = in_history[None, :] & (c < D)[:, None]
+                mean = _widen(tl.load(key_page_mean_ptr + mean_offset, mask=mean_mask, other=0))
+                page_scores = tl.dot(q_part, mean, acc=page_scores, input_precision="tf32x3")
+            page_scores *= softmax_scale
             for page in range(block, tl.minimum(block + PAGES_PER_MEAN, history)):
                 physical = tl.load(page_table_ptr + b * stride_table + page).to(tl.int64) * K + head
                 codes_offset = physical * (PAGE * D // 16)
@@ -148,22 +168,30 @@ def _chunk_kernel(
                 visible = (in_page + (SINK_PAGES + page) * PAGE)[None, :] >= oldest[:, None]
                 p, alpha, m, l = _softmax_step(score, visible, m, l)
                 value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + in_page))
-                value_unit = tl.max(value_scale, 0)
-                value_unit = tl.where(value_unit > 0, value_unit, 1.0) * (1.0 / 1024)
+                new_unit = tl.maximum(value_unit, tl.max(value_scale, 0) * (1.0 / 1024))
+                alpha = alpha * (value_unit / new_unit)
+                value_unit = new_unit
                 weight = p * (value_scale / value_unit)[None, :]
-                weight_sum = weight_sum * alpha + tl.sum(weight, 1) * value_unit
+                weight_sum = weight_sum * alpha + tl.sum(weight, 1)
                 channel_mask = (channels < D)[:, None] & (token_word >= 0)[None, :]
                 word_offset_v = channels[:, None] * (PAGE // 16) + token_word[None, :]
                 words_v = tl.load(value_codes_ptr + codes_offset + word_offset_v, mask=channel_mask, other=0)
                 codes_v = ((words_v[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
                 value_codes = tl.reshape(codes_v.to(tl.float16, bitcast=True), (DP, PAGE))
-                product = tl.dot(weight.to(tl.float16), tl.trans(value_codes))
-                acc = acc * alpha[:, None] + product * (value_unit * CODE_UNIT)
-        acc -= 1.5 * weight_sum[:, None]
-        acc = _times_matrix(acc, output_transform_ptr + matrix, scratch, live, D, DP, CHUNK)
+                acc = tl.dot(weight.to(tl.float16), tl.trans(value_codes), acc=acc * alpha[:, None])
+        # A register tile cannot be cut into chunks: the rotated output passes through its own rows.
+        out_rows = out_ptr + out_row[:, None]
+        acc = (acc * CODE_UNIT - 1.5 * weight_sum[:, None]) * value_unit
+        tl.store(out_rows + channels[None, :], acc, mask=row_mask)
+        tl.debug_barrier()
+        acc = _times_matrix(out_rows, live, output_transform_ptr + matrix, ROWS, D, DP, CHUNK)
+        tl.debug_barrier()
         mean_offset_v = head * stride_rotation * D + channels
         value_mean = _widen(tl.load(value_mean_ptr + mean_offset_v, mask=channels < D, other=0))
         acc += l[:, None] * value_mean[None, :]
+
+    q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)
+    q = q.to(tl.float32) * softmax_scale
 
     # --- sink and recent pages ---
     stored_pages = (length + PAGE - 1) // PAGE
@@ -196,6 +224,13 @@ def _chunk_kernel(
         l = l * alpha + tl.exp2(sink - m_new)
     out = acc / tl.where(l > 0, l, 1.0)[:, None]
     tl.store(out_ptr + out_row[:, None] + channels[None, :], out, mask=row_mask)
+
+
+def _tile(padded_dim: int, device: torch.device) -> Tile:
+    if device.type != "cuda":
+        return TILES[padded_dim]
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return (TILES if shared >= 164 * 1024 else SMALL_TILES)[padded_dim]
 
 
 def chunk_attention(
@@ -234,11 +269,9 @@ def chunk_attention(
     stride_rotation = rotation_stride(rotation.query_transform.shape[0], heads)
     padded = max(32, triton.next_power_of_2(head_dim))
     out = torch.empty((batch, tokens, query_heads, head_dim), device=query.device)
-    rows, warps = (128, 8) if padded <= 128 and tokens * group > 64 else (64, 4 if padded <= 128 else 8)
-    if padded > 256:
-        rows = 32
+    tile = _tile(padded, query.device)
     key, value = (x.to(torch.bfloat16).contiguous().view(torch.int16) for x in (key, value))
-    _chunk_kernel[(triton.cdiv(tokens * group, rows), heads, batch)](
+    _chunk_kernel[(triton.cdiv(tokens * group, tile.rows), heads, batch)](
         query.contiguous(), key, value, new_lengths, tokens,
         cache.key_codes, cache.value_codes, cache.key_scale.view(torch.int16),
         cache.value_scale.view(torch.int16), cache.key_page_mean.view(torch.int16),
@@ -247,8 +280,8 @@ def chunk_attention(
         rotation.query_transform, rotation.output_transform, rotation.value_mean.view(torch.int16),
         stride_rotation, scale * LOG2_E, sliding_window or 0,
         cache.lengths if sink_logits is None else sink_logits, out,
-        K=heads, G=group, D=head_dim, DP=padded, ROWS=rows, CHUNK=padded if padded <= 128 else 32,
+        K=heads, G=group, D=head_dim, DP=padded, ROWS=tile.rows, CHUNK=32,
         SINK_PAGES=config.sink_pages, RECENT_SLOTS=config.recent_slots, SLIDING=sliding_window is not None,
-        SINK_LOGITS=sink_logits is not None, num_warps=warps,
+        SINK_LOGITS=sink_logits is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
