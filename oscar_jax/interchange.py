@@ -35,6 +35,7 @@ from .rotation import (
     RotationSet,
     condition_number,
     from_fixed_point,
+    hadamard_matrix,
     make_layer_rotation,
     orthogonality_defect,
     to_fixed_point,
@@ -784,7 +785,7 @@ def _imported_header(
         "source": "published pair",
         "published": meta,
         "heads_known": known,
-        "roles_verified": None not in (keys.role, values.role),
+        "roles_verified": (keys.role, values.role) != (None, None),
     }
     if ignored := sorted({*keys.ignored, *values.ignored}):
         extra["ignored"] = ignored
@@ -857,12 +858,20 @@ def _published_state(rotation_set: RotationSet, role: str, notes: set[str], *, m
                 if isinstance(array, np.ndarray) and array.ndim == (2 if name.endswith("rotation") else 1):
                     entry[name] = np.repeat(array[None], header.num_key_value_heads, axis=0)
     version = 3 if newer else 2 if per_head else 1
-    return {
+    state = {
         "format_version": version,
-        "objective": _objective(header.basis, role, entries),
+        "objective": _objective(rotation_set, role),
         "source_grouping": {1: "layer", 2: "per_kv_head", 3: "head" if per_head else "layer"}[version],
         "layers": entries,
     }
+    if version == 3:  # earlier versions have no place for it
+        state["calibration"] = {
+            "model_path": header.model_id,
+            "tokens": header.calibration_tokens,
+            "global_kv_heads": header.num_key_value_heads,
+            "global_q_heads": header.num_query_heads,
+        }
+    return state
 
 
 def _published_entry(
@@ -900,11 +909,23 @@ def _published_entry(
     return {"layer_id": layer} | {name: np.ascontiguousarray(array) for name, array in entry.items()}
 
 
-def _objective(basis: str, role: str, entries: Mapping[int, dict[str, Any]]) -> str:
-    if not any({"q_rotation", "o_rotation", "k_mean"} & set(entry) for entry in entries.values()):
-        if basis == "oscar":
-            return "qqt_r_h_pbr" if role == "key" else "sst_r_h_pbr"
-    return f"oscar_kv_{role}_{basis}"
+def _objective(rotation_set: RotationSet, role: str) -> str:
+    """The published name of a basis where there is one, else ours, with the role in it.
+
+    The header names the basis of the keys alone, so Hadamard and identity are recognized by their entries.
+    """
+    transforms = [getattr(layer, f"{role}_transform") for layer in rotation_set.layers.values()]
+    head_dim = rotation_set.header.head_dim
+    for name, matrix in (("hadamard", hadamard_matrix(head_dim)), ("identity", np.eye(head_dim))):
+        fixed = to_fixed_point(matrix)[0]
+        if all((np.asarray(transform) == fixed).all() for transform in transforms):
+            return name if name == "hadamard" else f"oscar_kv_{role}_{name}"
+    if all(orthogonality_defect(from_fixed_point(transform)) <= ROUNDED_DEFECT for transform in transforms):
+        if role == "value":
+            return "sst_r_h_pbr"
+        if rotation_set.header.basis == "oscar":
+            return "qqt_r_h_pbr"
+    return f"oscar_kv_{role}_{rotation_set.header.basis}"
 
 
 def _reason(state: Mapping[str, Any]) -> str:

@@ -214,6 +214,8 @@ def test_export_says_what_it_carries_and_drops(tmp_path):
     assert (state["format_version"], state["source_grouping"]) == (3, "head")  # for the key means
     assert state["layers"][0]["k_mean"].shape == (2, D)
     assert load(tmp_path / "heads" / "v_rotation_sst_r_h_pbr.pt")["format_version"] == 2
+    header = interchange.load_any(tmp_path / "heads")[0].header
+    assert (header.num_query_heads, header.num_key_value_heads, header.model_id) == (4, 2, "test/tiny")
     assert any("value means" in item for item in report.dropped) and "key means" in report.carried
     assert "dropped" in report.text() and len(report.text().splitlines()) > 5
 
@@ -225,6 +227,30 @@ def test_export_says_what_it_carries_and_drops(tmp_path):
     with pytest.raises(CheckpointError, match=r"schema version 3 \(fields q_rotation\)"):
         interchange.export_published_pair(fitted_set(skew=True), tmp_path / "no", schema=2)
     assert not (tmp_path / "no").exists()
+
+
+def test_objectives_name_what_the_matrices_are(tmp_path):
+    hadamard, identity = (make(1, D) for make in (rotation.hadamard_rotation, rotation.identity_rotation))
+    plain = fitted_set(means=False)
+    for index, (changes, key, value) in enumerate(
+        (
+            ({}, "qqt_r_h_pbr", "sst_r_h_pbr"),
+            (value_part(hadamard), "qqt_r_h_pbr", "hadamard"),
+            (value_part(identity), "qqt_r_h_pbr", "oscar_kv_value_identity"),
+        )
+    ):
+        layers = {id: dataclasses.replace(layer, **changes) for id, layer in plain.layers.items()}
+        interchange.export_published_pair(dataclasses.replace(plain, layers=layers), tmp_path / str(index))
+        files = (interchange.KEY_FILE, interchange.VALUE_FILE)
+        assert [load(tmp_path / str(index) / file)["objective"] for file in files] == [key, value]
+        assert interchange.load_any(tmp_path / str(index))[0].header.extra["roles_verified"]
+    interchange.export_published_pair(fitted_set(skew=True), tmp_path / "skew")
+    state = load(tmp_path / "skew" / interchange.KEY_FILE)
+    assert (state["objective"], state["format_version"]) == ("oscar_kv_key_balanced", 3)
+
+
+def value_part(layer):
+    return {name: getattr(layer, name) for name in ("value_transform", "output_transform")}
 
 
 def test_foreign_files_are_not_overwritten(tmp_path):
