@@ -463,6 +463,19 @@ def random_rows(batch, tokens, seed=0):
     return torch.randn(batch, tokens, 16, generator=torch.Generator().manual_seed(seed))
 
 
+def test_a_piece_of_one_token_is_no_decoding_step():
+    """[19] From 511 tokens on, a turn's first piece is one token that completes a page: alone ≡ in a batch."""
+    first, turn = random_rows(2, 511), random_rows(2, 9, seed=1)
+    alone, batch = make_layer(), make_layer()
+    feed(alone, first[:1])
+    expected = feed(alone, turn[:1])
+    real = torch.ones(2, 511, dtype=torch.bool)
+    real[1, :300] = False
+    feed(batch, first, real)
+    torch.testing.assert_close(feed(batch, turn)[:1], expected, atol=1e-5, rtol=1e-5)
+    assert_same(stored(alone, 0), stored(batch, 0))
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_select_then_append_equals_sequences_alone(window):
     """[23, 24] Repeat, reorder and select, then different rows for everyone: no page is shared by mistake."""
