@@ -457,6 +457,22 @@ class TestPrefix:
         if quantized is not None:  # the sink page survived
             assert quantized.length == 64 + 64 * DEFAULT.history_pages(950)
 
+    def test_evicted_int2_pages_end_the_prefix(self):
+        """BF16 pages alone, behind a missing INT2 page, are not a state to resume from."""
+        store = ListCache(new_pool(DEFAULT, window_pages=64))
+        tokens = list(range(1000))
+        donor = self.prefill(store, tokens)
+        store.pool.free(donor)
+        for evicted in range(1, 11):  # the deepest page goes first: 704 ..., then 640 ..., then 576 ...
+            store.pool.int2.evict()
+            prefix = store.pool.find_prefix(tokens)
+            assert prefix is not None and len(prefix.int2_pages) == 10 - evicted == prefix.history_pages
+            assert prefix.length == min(960, 64 * (10 - evicted) + 64 + 256)
+            store.pool.check()
+        borrower = self.prefill(store, tokens)
+        assert store.read(borrower) == causal_rows(tokens)
+        store.pool.check()
+
     def test_quantized_reuse_keeps_the_recent_tokens(self):
         store = ListCache(new_pool(DEFAULT, window_pages=7))
         tokens = list(range(1400))
