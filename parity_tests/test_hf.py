@@ -8,6 +8,7 @@ float64. Numbers in brackets are field failures of the design notes' list.
 import copy
 import dataclasses
 import inspect
+import pathlib
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ tf = pytest.importorskip("transformers")
 from oscar_torch import cache_format as fmt  # noqa: E402
 from oscar_torch import covariance, hf, ops  # noqa: E402
 from oscar_torch.cache import LayerCache, allocate_layer_cache  # noqa: E402
+from oscar_torch.checkpoint import save_safetensors  # noqa: E402
 from oscar_torch.config import (  # noqa: E402
     CacheConfig,
     CacheFullError,
@@ -442,6 +444,25 @@ def test_torch_compile_with_graph_breaks():
     assert caches[1].layers[0].lengths == [400]
 
 
+def test_the_documented_example_runs(tmp_path):
+    """The first Python block of docs/transformers.md, as it stands there."""
+    model = make_model("llama", "sdpa")
+    model.save_pretrained(tmp_path)
+    save_safetensors(make_rotations(model.config), tmp_path / "rotations.safetensors")
+    page = pathlib.Path(__file__).parents[1] / "docs" / "transformers.md"
+    example = page.read_text().split("```python\n")[1].split("```")[0]
+    assert len(example.strip().splitlines()) == 5
+    (ids,) = prompts(390)
+    variables = {
+        "name": str(tmp_path),
+        "rotations": str(tmp_path / "rotations.safetensors"),
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+    }
+    exec(example, variables)
+    assert variables["output"].shape == (1, 390 + 16)
+    assert variables["cache"].layers[0].store.history_pages.tolist() == [1]
+
+
 # One layer, fed with rows.
 
 GEOMETRY = CacheConfig(num_key_value_heads=2, num_query_heads=4, head_dim=16)
@@ -464,7 +485,7 @@ def random_rows(batch, tokens, seed=0):
 
 
 def test_a_piece_of_one_token_is_no_decoding_step():
-    """[19] From 511 tokens on, a turn's first piece is one token that completes a page: alone ≡ in a batch."""
+    """[19] From 511 tokens a turn's first piece is one token, which completes a page: alone ≡ in a batch."""
     first, turn = random_rows(2, 511), random_rows(2, 9, seed=1)
     alone, batch = make_layer(), make_layer()
     feed(alone, first[:1])
