@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests import oracle
+from parity_tests import oracle, triton_interpreter
 
 # Both frameworks share the GPU in one process; JAX would otherwise reserve three quarters of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -298,12 +298,38 @@ def _reference(name: str, framework: Framework) -> Implementation:
     return Implementation(name, framework, DEVICES, run)
 
 
+def triton_pages() -> QuantizePages:
+    """The Triton quantizer, compiled or interpreted as this process decides."""
+
+    def function(attribute: str) -> Callable[[], Any]:
+        return lambda: getattr(FRAMEWORKS["torch"].module("triton_kernels.quantize_triton"), attribute)
+
+    return package_pages(
+        FRAMEWORKS["torch"], function("quantize_key_pages"), function("quantize_value_pages")
+    )
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
         Implementation("oracle", None, ("cpu",), _oracle_pages),
         _reference("xla", FRAMEWORKS["jax"]),
         _reference("torch", FRAMEWORKS["torch"]),
+        Implementation(
+            "triton",
+            FRAMEWORKS["torch"],
+            ("gpu",),
+            triton_pages(),
+            lambda device: triton_interpreter.why_not(),
+        ),
+        Implementation(
+            "triton-interpreted",
+            FRAMEWORKS["torch"],
+            ("cpu",),
+            triton_interpreter.quantize_pages,
+            lambda device: triton_interpreter.why_not(),
+            slow=True,
+        ),
     )
 }
 

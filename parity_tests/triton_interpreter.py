@@ -1,0 +1,198 @@
+"""Triton's CPU interpreter in a process of its own, for tests that share a worker with everything else.
+
+Triton decides at import whether it interprets, so the choice cannot be made in a process that may have
+imported it already. `interpret(function, *arguments)` runs a function of an importable module in a child that
+was told to interpret from the start; arguments and results are NumPy arrays and plain values.
+"""
+
+import atexit
+import concurrent.futures
+import functools
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+TIMEOUT = 300  # seconds for one call; the slowest takes a few
+
+
+def why_not() -> str | None:
+    """None when Triton's interpreter can run here, otherwise the reason."""
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    return None
+
+
+def interpret(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of `function(*arguments, **options)` with every Triton kernel interpreted on the CPU."""
+    return _child().submit(function, *arguments, **options).result(timeout=TIMEOUT)
+
+
+@functools.cache
+def _child() -> concurrent.futures.Executor:
+    pool = concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
+    )
+    atexit.register(pool.shutdown, cancel_futures=True)
+    return pool
+
+
+def _start() -> None:
+    """First thing in the child: interpret; poison what is allocated and not written."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN, or the largest integer
+
+
+def quantize_pages(
+    role: str,
+    rows: np.ndarray,
+    transform: np.ndarray,
+    multiplier: np.ndarray,
+    mean: np.ndarray | None,
+    device: str,
+) -> dict[str, np.ndarray]:
+    """The arrays of `oracle.quantize_pages` by the interpreted Triton quantizer."""
+    return interpret(_quantize_pages, role, rows, transform, multiplier, mean)
+
+
+def _quantize_pages(role: str, *arrays: Any) -> dict[str, np.ndarray]:
+    from parity_tests.implementations import triton_pages
+
+    return triton_pages()(role, *arrays, "cpu")
+
+
+def make_case(
+    rotation: Mapping[str, np.ndarray],
+    lengths: tuple[int, ...],
+    max_length: int,
+    group: int,
+    device: str = "cpu",
+    seed: int = 0,
+    **settings: Any,
+) -> tuple[Any, Any, Any]:
+    """(cache, rotation, numpy generator) of the Torch package, filled with random rows, pages shuffled."""
+    from parity_tests import oracle
+    from parity_tests.implementations import FRAMEWORKS, PackageCache
+
+    rng = np.random.default_rng(seed)
+    heads = len(rotation["key_transform"])
+    cache = PackageCache(
+        FRAMEWORKS["torch"], rotation, len(lengths), max_length, device, query_heads=heads * group, **settings
+    )
+    table = cache.field("page_table")
+    cache.set_fields(page_table=rng.permutation(table.reshape(-1)).reshape(table.shape).astype(np.int32))
+    shape = (len(lengths), max(lengths), heads, rotation["key_transform"].shape[-1])
+    offset = rng.normal(0, 2, shape[2:])
+    key = oracle.to_bfloat16(rng.normal(0, 1, shape) + offset)
+    value = oracle.to_bfloat16(rng.normal(0, 1, shape))
+    cache.append(key, value, lengths)
+    return cache, cache.rotation, rng
+
+
+def attention_errors(
+    kernel: str,
+    rotation: Mapping[str, np.ndarray],
+    lengths: tuple[int, ...],
+    group: int,
+    *,
+    tokens: int = 0,
+    device: str = "cpu",
+    sliding_window: int | None = None,
+    sinks: bool = False,
+    **settings: Any,
+) -> tuple[float, bool]:
+    """(largest relative error of a query against the reference, all finite) of one attention kernel.
+
+    kernel: "decode_triton", "decode_gluon" or "prefill_triton" (a chunk of `tokens`). Runs wherever Triton
+    runs: interpreted in the child, compiled on a GPU.
+    """
+    import importlib
+
+    import torch
+
+    from oscar_torch import attention
+
+    cache, layer_rotation, rng = make_case(
+        rotation, lengths, max(lengths) + tokens, group, device, **settings
+    )
+    place = cache.cache.lengths.device
+    heads, head_dim = len(rotation["key_transform"]), rotation["key_transform"].shape[-1]
+
+    def normal(*shape: int) -> Any:
+        return torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(place)
+
+    options = {"scale": head_dim**-0.5, "sliding_window": sliding_window}
+    options["sink_logits"] = normal(heads * group) if sinks else None
+    module = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}")
+    batch = len(lengths)
+    if tokens == 0:
+        query = normal(batch, heads * group, head_dim)
+        want = attention.decode_attention(query, cache.cache, layer_rotation, **options)
+        got = module.decode_attention(query, cache.cache, layer_rotation, **options)
+    else:
+        query = normal(batch, tokens, heads * group, head_dim)
+        key, value = (normal(batch, tokens, heads, head_dim).bfloat16() for _ in range(2))
+        options["new_lengths"] = torch.arange(tokens, tokens - batch, -1, dtype=torch.int32, device=place)
+        live = torch.arange(tokens, device=place) < options["new_lengths"][:, None]
+        key[~live], value[~live] = torch.nan, torch.nan
+        want = attention.chunk_attention(query, key, value, cache.cache, layer_rotation, **options)[live]
+        got = module.chunk_attention(query, key, value, cache.cache, layer_rotation, **options)[live]
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
+    return float(error.max()), bool(torch.isfinite(got).all())
+
+
+def append_differences(
+    rotation: Mapping[str, np.ndarray], lengths: tuple[int, ...], steps: int, device: str = "cpu"
+) -> list[str]:
+    """Cache arrays that differ after `steps` tokens by `append_token` and by the reference append."""
+    import torch
+
+    from oscar_torch.cache import append_rows
+    from oscar_torch.triton_kernels.quantize_triton import append_token
+
+    fused, reference = (make_case(rotation, lengths, max(lengths) + steps, 1, device)[0] for _ in range(2))
+    rng = np.random.default_rng(1)
+    place, shape = fused.cache.lengths.device, (len(lengths), 1, *fused.cache.window_key.shape[1::2])
+    for step in range(steps):
+        key, value = (torch.from_numpy(rng.normal(0, 1, shape)).bfloat16().to(place) for _ in range(2))
+        counts = torch.ones(len(lengths), dtype=torch.int32, device=place)
+        counts[-1] = step % 2
+        append_token(fused.cache, fused.rotation, key, value, counts)
+        append_rows(reference.cache, reference.rotation, key, value, counts)
+    names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean", "window_key")
+    names += ("window_value", "lengths", "history_pages")
+    return [name for name in names if not np.array_equal(fused.field(name), reference.field(name))]
+
+
+def flush_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
+    """INT2 arrays that differ after `flush_pages` and after quantizing the same pages by the reference."""
+    import torch
+
+    from oscar_torch.cache import quantize_page_pair
+    from oscar_torch.triton_kernels.quantize_triton import flush_pages
+
+    lengths = (700, 450)
+    flushed, reference = (make_case(rotation, lengths, 1100, 1, device)[0] for _ in range(2))
+    source, target = [3, 5, 7], [4, 0, 9]  # 0 is the reserved page: nothing is written
+    place = flushed.cache.lengths.device
+    flush_pages(
+        flushed.cache,
+        flushed.rotation,
+        torch.tensor(source, dtype=torch.int32, device=place),
+        torch.tensor(target, dtype=torch.int32, device=place),
+    )
+    pages = [
+        getattr(reference.cache, name)[source].transpose(1, 2) for name in ("window_key", "window_value")
+    ]
+    for name, new in quantize_page_pair(*pages, reference.rotation).items():
+        getattr(reference.cache, name)[[4, 9]] = new[[0, 2]]
+    names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean")
+    return [name for name in names if not np.array_equal(flushed.field(name), reference.field(name))]
