@@ -137,19 +137,22 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         on_token: Callable[[int, int], None] | None = None,
+        *,
+        capacity: int = 0,
     ) -> Generation:
         """Continues each prompt (token ids, any lengths) by up to `max_new_tokens` tokens.
 
         `on_token(sequence, token)` is called for every new token, in order, a few tokens after it was made.
+        Caches hold at least `capacity` tokens per sequence; equal capacities share compiled programs.
         Raises ConfigError for an empty prompt, a token outside the vocabulary or a length below 1.
         """
         lengths = _check_prompts(prompts, self.config.vocab_size, max_new_tokens)
         batch, compiled_before = len(prompts), self._compile_seconds
-        longest = int(lengths.max()) + max_new_tokens
+        longest = max(capacity, int(lengths.max()) + max_new_tokens)
         caches = allocate_model_cache(
             self.config,
             batch,
-            # whole chunks, so that runs of similar length share their compiled programs
+            # whole chunks, so that runs of similar length share programs too
             -(-longest // self.chunk) * self.chunk,
             kind=self.cache,
             sliding_layers_bf16=self.sliding_layers_bf16,
