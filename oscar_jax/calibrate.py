@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import pathlib
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -161,8 +162,8 @@ def gather_statistics(
     resumed = plan[done][0] if done < len(plan) else len(sequences)
     caches: list[Any] = []
     for index, (number, start, count) in enumerate(plan):
-        on_chunk(count)
         if number < resumed:
+            on_chunk(count)
             continue
         if start == 0:
             caches = _dense_caches(config, len(sequences[number]))
@@ -171,10 +172,12 @@ def gather_statistics(
         tokens = sequences[number][None, start : start + count]
         if index < done:  # the interrupted sequence: rebuild its cache, count nothing twice
             caches, _ = step(weights, tokens, caches, None)
+            on_chunk(count)
             continue
         if index == metric_from:
             statistics = {k: covariance.fix_surrogate_metric(s) for k, s in statistics.items()}
-        caches, statistics = step(weights, tokens, caches, statistics)
+        caches, statistics = jax.block_until_ready(step(weights, tokens, caches, statistics))
+        on_chunk(count)
         if state_path is not None and (index + 1) % save_every == 0:
             save_state(state_path, statistics, index + 1, run_digest)
     return {layer: covariance.finalize_statistics(state) for layer, state in statistics.items()}
@@ -220,7 +223,7 @@ def load_state(
                 arrays = [jnp.asarray(stored[f"{layer}/{i}"]) for i in range(len(leaves))]
                 restored[layer] = jax.tree.unflatten(tree, arrays)
             return restored, done
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged ({error}); forget it with --restart") from None
@@ -264,7 +267,7 @@ def observe_sequence(
         _, caches, captured = runner.step(runner.state, part, caches, lengths, {}, capture=tuple(layers))
         here = probes[(probes >= start) & (probes < start + count)] - start
         for layer, query in zip(layers, captured):
-            queries[layer].append(query[0, here])
+            queries[layer].append(jax.block_until_ready(query[0, here]))
         on_chunk(count)
     positions = jnp.asarray(probes)
     return {

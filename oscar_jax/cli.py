@@ -17,6 +17,7 @@ from .config import CalibrationConfig, CheckpointError, ConfigError, OscarError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+SHOWN_CHARACTERS = 400  # of a prompt
 DTYPES = ("float32", "bfloat16")
 
 _DESCRIPTION = "2-bit key/value caches for language models: calibrate, judge and run them."
@@ -621,7 +622,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
 
     if single:
-        print(prompts[0], end="", flush=True)
+        print(_shown(prompts[0]), end="", flush=True)
     result = generator(encoded, arguments.max_new_tokens, on_token=show)
     for number, stream in enumerate(streams):
         rest = stream.finish()
@@ -629,10 +630,15 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         if single:
             print(rest)
         else:
-            print(f"[{number + 1}] {prompts[number]}{texts[number]}\n")
+            print(f"[{number + 1}] {_shown(prompts[number])}{texts[number]}\n")
     for line in _generation_summary(result.statistics, config):
         print(line, file=sys.stderr)
     return 0
+
+
+def _shown(prompt: str) -> str:
+    """The end of a prompt, which is what the new text goes on from."""
+    return prompt if len(prompt) <= SHOWN_CHARACTERS else f"[...] {prompt[-SHOWN_CHARACTERS:]}"
 
 
 def _generation_summary(statistics: Any, config: Any) -> list[str]:

@@ -320,7 +320,7 @@ def evaluation_document(
         ],
         "notes": {
             "kl": "KL(bf16 || method) of next-token distributions, nats, at the listed positions",
-            "kl_mean_second_half": "the same at positions in the second half of the context, first_half likewise",
+            "kl_mean_second_half": "the same in the second half of the context; first_half likewise",
             "top1": "share of positions where the likeliest token equals that of bf16",
             "bits_per_element": (
                 "of the quantized history: int2 2 + 16/D (row scale) + 8/64 (mean key of a page, keys "

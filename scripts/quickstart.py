@@ -25,7 +25,7 @@ from oscar_jax.rotation import RotationSet, hadamard_rotation
 OUT = pathlib.Path("quickstart-out")
 METHODS = "bf16,int2,published,hadamard,naive"
 PARITY_TOKENS = 4096
-PROMPT = "The history of writing begins with"
+PROMPT_CHARACTERS = 4000  # enough that most of the prompt is read from INT2 pages
 # Long modules of the standard library, two disjoint sets.
 CALIBRATION_CODE = (
     "typing.py",
@@ -58,7 +58,9 @@ def main() -> None:
     run("evaluate", "--model", arguments.model, "--rotations", str(rotations), "--context",
         str(arguments.context), "--methods", METHODS, "--every", "2", "--out", str(OUT), *streams)  # fmt: skip
     heading("3. Generate with the 2-bit cache")
-    run("generate", "--model", arguments.model, "--rotations", str(rotations), "--prompt", PROMPT,
+    prompt = OUT / "prompt.txt"
+    prompt.write_text(pathlib.Path(evaluation[0]).read_text()[:PROMPT_CHARACTERS])
+    run("generate", "--model", arguments.model, "--rotations", str(rotations), "--prompt-file", str(prompt),
         "--max-new-tokens", "48")  # fmt: skip
     heading("4. The same rotation set in Torch: caches of the model's own keys and values, byte for byte")
     parity = compare_frameworks(arguments.model, rotations / ROTATION_DIRECTORY, [*calibration, *evaluation])
@@ -150,7 +152,7 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
     geometry = config.cache_config()
     compared = different = 0
     for layer, (_, (_, key, value)) in enumerate(states):
-        rows = [np.asarray(part.astype(jnp.bfloat16)) for part in (key, value)]
+        rows = [np.array(part.astype(jnp.bfloat16)) for part in (key, value)]  # Torch wants writable memory
         theirs = oscar_torch.cache.allocate_layer_cache(geometry_of_torch(geometry), 1, PARITY_TOKENS)
         ours = cache.allocate_layer_cache(geometry, 1, PARITY_TOKENS)
         lengths = [rows[0].shape[1]]
