@@ -1,0 +1,305 @@
+"""The Triton and Gluon kernels: interpreted on the CPU against the reference, compiled for Hopper without a
+GPU, and, where there is one, run.
+
+The quantizer faces the shared format tests as "triton-interpreted" and "triton"; here are the entries around
+it (append, flush) and the attention kernels.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parity_tests import oracle, rows, triton_interpreter
+from parity_tests.triton_interpreter import append_differences, attention_errors, flush_differences, interpret
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+# Relative error of one query's output: fp16 probabilities and scores of up to 15 bits.
+TOLERANCE = 3e-3
+LENGTHS = (1, 64, 65, 320, 321, 448, 700)
+
+
+def rotation(heads: int, head_dim: int) -> dict[str, np.ndarray]:
+    return rows.make_rotation(np.random.default_rng(head_dim), heads, head_dim)
+
+
+def assert_close(result: tuple[float, bool]) -> None:
+    error, finite = result
+    assert finite, "NaN or infinity in the output"
+    assert error <= TOLERANCE, f"relative error {error:.2e}"
+
+
+class TestInterpreted:
+    """Plain Triton under its CPU interpreter."""
+
+    @pytest.mark.parametrize(
+        ("lengths", "heads", "group", "head_dim", "options"),
+        [
+            (LENGTHS, 1, 3, 64, {}),
+            ((500,), 1, 16, 64, {}),
+            ((389, 600), 2, 4, 128, {}),
+            ((500,), 1, 1, 80, {}),
+            ((450,), 1, 2, 256, {}),
+            ((600, 130), 1, 4, 64, {"sliding_window": 130}),
+            ((600, 130), 1, 4, 64, {"sliding_window": 500}),
+            ((600,), 2, 2, 64, {"sinks": True}),
+            ((300, 130), 1, 2, 64, {"sink_tokens": 0, "recent_tokens": 64}),
+        ],
+    )
+    def test_decode(
+        self, lengths: tuple[int, ...], heads: int, group: int, head_dim: int, options: dict[str, Any]
+    ) -> None:
+        fields = rotation(heads, head_dim)
+        assert_close(interpret(attention_errors, "decode_triton", fields, lengths, group, **options))
+
+    @pytest.mark.parametrize(
+        ("lengths", "tokens", "group", "head_dim", "options"),
+        [
+            ((700, 0, 64, 321), 9, 2, 64, {}),
+            ((1500,), 5, 1, 64, {}),  # more pages than one product with the page means covers
+            ((450,), 5, 3, 80, {}),
+            ((450,), 3, 2, 256, {}),
+            ((600,), 9, 2, 64, {"sliding_window": 200}),
+            ((500,), 9, 2, 64, {"sinks": True}),
+        ],
+    )
+    def test_chunk(
+        self, lengths: tuple[int, ...], tokens: int, group: int, head_dim: int, options: dict[str, Any]
+    ) -> None:
+        fields = rotation(1, head_dim)
+        result = interpret(
+            attention_errors, "prefill_triton", fields, lengths, group, tokens=tokens, **options
+        )
+        assert_close(result)
+
+    def test_append_token(self) -> None:
+        """Ragged, over page boundaries, one sequence standing still every other step."""
+        assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 6) == []
+
+    def test_flush_pages(self) -> None:
+        assert interpret(flush_differences, rotation(2, 64)) == []
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_query_limbs(self, head_dim: int) -> None:
+        """The integer scores that the Gluon kernel forms from the prepared bytes, emulated in NumPy."""
+        codes, limbs, bias, factor, rotated = interpret(_prepared, rotation(2, head_dim), 3)
+        words = oracle.pack_pages("key", codes)[0]  # int32 [K, 64, D/16]
+        for head in range(2):
+            operand = key_operand(words[head].astype(np.uint32))
+            score = operand @ limbs[head].astype(np.int64).T
+            high, low = score[:, 0:6:2], score[:, 1:6:2]
+            assert max(abs(high).max(), abs(low).max()) < 1 << 22, "the sum must fit a float32 mantissa"
+            got = (256 * high + low - bias[head, :3]) * factor[head, :3]
+            want = (codes[0, :, head] - 1.5) @ rotated[head].T
+            np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+        assert not limbs[:, 6:].any(), "padding heads are zero"
+
+
+def _prepared(fields: dict[str, np.ndarray], group: int) -> tuple[np.ndarray, ...]:
+    """In the child: key codes of a page, and the prepared query of three heads as bytes and as floats."""
+    import torch
+
+    from oscar_torch.packing import unpack_key_codes
+    from oscar_torch.triton_kernels import decode_triton
+
+    cache, layer_rotation, rng = triton_interpreter.make_case(fields, (700,), 700, group)
+    head_dim = fields["key_transform"].shape[-1]
+    query = torch.from_numpy(rng.normal(0, 1, (1, 2 * group, head_dim)).astype(np.float32))
+    plan = decode_triton.plan_decode(query, cache.cache, layer_rotation, programs=8)
+    limbs, floats = (
+        decode_triton.prepare(plan, query, cache.cache, layer_rotation, head_dim**-0.5, limbs=kind)
+        for kind in (True, False)
+    )
+    page = cache.cache.page_table[0, 2]
+    codes = unpack_key_codes(cache.cache.key_codes[page]).transpose(0, 1)[None]  # [1, 64, K, D]
+    arrays = (limbs.rotated[0], limbs.bias[0], limbs.factor[0], floats.rotated[0])
+    return codes.numpy(), *(array.numpy() for array in arrays)
+
+
+def key_operand(words: np.ndarray) -> np.ndarray:
+    """Key words uint32 [64, W] -> int64 [64, 16 W]: the bytes that `decode_gluon._key_operand` masks out."""
+    per_lane = words.shape[1] // 4
+    operand = np.zeros((64, 16 * words.shape[1]), np.int64)
+    for word in range(words.shape[1]):
+        lane, j = divmod(word, per_lane)
+        for part in range(4):
+            shifted = words[:, word] >> (4 * (part // 2))
+            masked = shifted & np.uint32(0x0F0F0F0F if part % 2 else 0x03030303)
+            for byte in range(4):
+                operand[:, ((part * per_lane + j) * 4 + lane) * 4 + byte] = (masked >> (8 * byte)) & 255
+    return operand
+
+
+class TestCompiled:
+    """Kernels compiled for Hopper on a host without a GPU; assertions on what the compiler made of them."""
+
+    @pytest.mark.parametrize(("head_dim", "padded_group"), [(64, 16), (128, 4), (256, 8)])
+    def test_codes_stay_in_registers(self, head_dim: int, padded_group: int) -> None:
+        """The Gluon stage exchanges nothing through shared memory and unpacks by single instructions."""
+        ptx, shared = compile_stage(head_dim, padded_group)
+        assert shared == 0
+        assert "st.shared" not in ptx
+        words = head_dim // 8  # of keys, and as many of values, that a lane holds of one page
+        assert ptx.count("and.b32") >= words * 4 + words * 8
+        keys = head_dim // 32 * 4 * (padded_group // 4)
+        values = head_dim // 16 * 4 * max(1, padded_group // 8)
+        assert ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32") == keys
+        assert ptx.count("m16n8k16.row.col.f32.f16.f16.f32") == values
+        assert ptx.count("movmatrix") == 8 * max(1, padded_group // 8) + padded_group // 2
+
+
+def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
+    """PTX and bytes of shared memory of the Gluon stage kernel for compute capability 9.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from oscar_torch.triton_kernels.decode_gluon import _stage_kernel
+
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set for this process")
+    types = {"limbs_ptr": "*i8", "query_ptr": "*bf16", "softmax_scale": "fp32"}
+    types |= dict.fromkeys(("stride_table", "sliding_window", "blocks"), "i32")
+    floats = ("factor_ptr", "bias_ptr", "page_score_ptr", "value_max_ptr", "o_ptr", "lse_ptr")
+    types |= dict.fromkeys(floats, "*fp32")
+    bf16 = ("key_scale_ptr", "value_scale_ptr", "window_key_ptr", "window_value_ptr")
+    types |= dict.fromkeys(bf16, "*i16")
+    constants = {
+        **{"K": 8, "G": padded_group, "GP": padded_group, "D": head_dim, "SPLITS": 100, "SINK_PAGES": 1},
+        **{"RECENT_SLOTS": 5, "SLIDING": False, "BLOCKS": 32, "PREFETCH_VALUES": False},
+    }
+    names = _stage_kernel.arg_names
+    source = GluonASTSource(
+        _stage_kernel,
+        {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names},
+        {(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+class TestErrors:
+    """What cannot run says so by name, before anything is allocated; a named choice never falls back."""
+
+    @pytest.mark.parametrize("implementation", ["triton", "gluon"])
+    def test_cpu_tensors(self, implementation: str) -> None:
+        import torch
+        import triton
+
+        from oscar_torch import ops
+
+        if triton.knobs.runtime.interpret:
+            pytest.skip("TRITON_INTERPRET is set for this process")
+        cache, layer_rotation, _ = triton_interpreter.make_case(rotation(1, 64), (400,), 420, 2)
+        query, key = torch.zeros(1, 3, 2, 64), torch.zeros(1, 3, 1, 64)
+        pages = torch.zeros(1, 64, 1, 64)
+        counts = torch.tensor([3], dtype=torch.int32)
+        options: dict[str, Any] = {"scale": 0.125, "implementation": implementation}
+        with pytest.raises(NotImplementedError, match="cpu"):
+            ops.decode_attention(query[:, 0], cache.cache, layer_rotation, **options)
+        with pytest.raises(NotImplementedError, match="cpu"):
+            ops.chunk_attention(query, key, key, cache.cache, layer_rotation, new_lengths=counts, **options)
+        with pytest.raises(NotImplementedError, match="cpu"):
+            ops.quantize_pages(pages, pages, layer_rotation, implementation=implementation)
+
+    def test_none_takes_the_reference_on_a_cpu(self) -> None:
+        import torch
+
+        from oscar_torch import attention, ops
+
+        cache, layer_rotation, rng = triton_interpreter.make_case(rotation(1, 64), (400,), 420, 2)
+        query = torch.from_numpy(rng.normal(0, 1, (1, 2, 64)).astype(np.float32))
+        got = ops.decode_attention(query, cache.cache, layer_rotation, scale=0.125)
+        assert torch.equal(got, attention.decode_attention(query, cache.cache, layer_rotation, scale=0.125))
+
+    @pytest.mark.hopper
+    def test_shapes_of_the_gluon_kernel(self) -> None:
+        import torch
+
+        from oscar_torch import ops
+
+        for heads, group, head_dim in ((1, 2, 80), (1, 17, 64)):
+            cache, layer_rotation, _ = triton_interpreter.make_case(
+                rotation(heads, head_dim), (400,), 420, group, "gpu"
+            )
+            query = torch.zeros(1, heads * group, head_dim, device="cuda")
+            options: dict[str, Any] = {"scale": 0.125, "implementation": "gluon"}
+            with pytest.raises(NotImplementedError, match=str(head_dim if head_dim == 80 else group)):
+                ops.decode_attention(query, cache.cache, layer_rotation, **options)
+
+
+SHAPES = [
+    (LENGTHS, 2, 1, 128),
+    ((700, 3000), 2, 3, 64),
+    ((5000, 384), 2, 4, 128),
+    ((2000, 449), 1, 5, 128),
+    ((2000, 449), 2, 8, 128),
+    ((2000,), 1, 12, 128),
+    ((2000,), 2, 16, 64),
+    ((2000, 7), 1, 7, 256),
+]
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """The compiled kernels against the reference on the same device."""
+
+    @pytest.mark.parametrize(("lengths", "heads", "group", "head_dim"), SHAPES)
+    @pytest.mark.parametrize(
+        "kernel", ["decode_triton", pytest.param("decode_gluon", marks=pytest.mark.hopper)]
+    )
+    def test_decode(
+        self, kernel: str, lengths: tuple[int, ...], heads: int, group: int, head_dim: int
+    ) -> None:
+        assert_close(attention_errors(kernel, rotation(heads, head_dim), lengths, group, device="gpu"))
+
+    @pytest.mark.parametrize("options", [{"sliding_window": 777}, {"sinks": True}, {"recent_tokens": 64}])
+    @pytest.mark.parametrize(
+        "kernel", ["decode_triton", pytest.param("decode_gluon", marks=pytest.mark.hopper)]
+    )
+    def test_decode_options(self, kernel: str, options: dict[str, Any]) -> None:
+        assert_close(attention_errors(kernel, rotation(2, 128), (3000, 700), 4, device="gpu", **options))
+
+    @pytest.mark.parametrize(("lengths", "heads", "group", "head_dim"), SHAPES)
+    def test_chunk(self, lengths: tuple[int, ...], heads: int, group: int, head_dim: int) -> None:
+        fields = rotation(heads, head_dim)
+        assert_close(attention_errors("prefill_triton", fields, lengths, group, tokens=100, device="gpu"))
+
+    def test_append_token(self) -> None:
+        assert append_differences(rotation(2, 128), (1, 63, 383, 447, 500), 200, "gpu") == []
+
+    def test_flush_pages(self) -> None:
+        assert flush_differences(rotation(2, 128), "gpu") == []
+
+    @pytest.mark.hopper
+    def test_cuda_graph(self) -> None:
+        """Append and decode captured once, replayed over a page boundary."""
+        import torch
+
+        from oscar_torch import attention
+        from oscar_torch.triton_kernels import decode_gluon
+        from oscar_torch.triton_kernels.quantize_triton import append_token
+
+        cache, layer_rotation, rng = triton_interpreter.make_case(
+            rotation(2, 128), (380, 900), 1100, 4, "gpu"
+        )
+        query = torch.from_numpy(rng.normal(0, 1, (2, 8, 128)).astype(np.float32)).cuda()
+        row = torch.from_numpy(rng.normal(0, 1, (2, 1, 2, 128))).bfloat16().cuda()
+        counts = torch.ones(2, dtype=torch.int32, device="cuda")
+
+        def step() -> torch.Tensor:
+            append_token(cache.cache, layer_rotation, row, row, counts)
+            return decode_gluon.decode_attention(query, cache.cache, layer_rotation, scale=128**-0.5)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        for _ in range(70):
+            graph.replay()
+        assert cache.cache.lengths.tolist() == [451, 971]
+        want = attention.decode_attention(query, cache.cache, layer_rotation, scale=128**-0.5)
+        assert (out - want).norm() <= TOLERANCE * want.norm()
