@@ -251,6 +251,12 @@ class TestModel:
         assert_equal(before, stored(pool, framework, donor))
         assert len(pool.pages.state(borrower).int2_pages) == history
         assert pool.pages.state(borrower).grid_length == 384, "what follows is not on the grid"
+        alone = pool.create()
+        model.prefill(alone, longer)
+        first, second = zip(stored(pool, framework, borrower), stored(pool, framework, alone))
+        assert_equal([first[0]], [first[1]])
+        # The documented price: behind a quantized prefix the second layer computes other rows.
+        assert not np.array_equal(second[0]["window_key"], second[1]["window_key"])
         pool.pages.check()
 
     def test_fresh_and_continued_requests_in_one_batch(self, framework):
