@@ -172,11 +172,12 @@ def _dense_query(at: _Place) -> list[list]:
 
 def _dense_scores(at: _Place, left: list, operands: list[list]) -> list:
     """Products of bf16 rows (left operands, 4 words per 16 channels) with the unrotated query."""
-    acc = [at.m.Float(0.0)] * 4
+    sums = [[at.m.Float(0.0)] * 4 for _ in range(2)]  # two chains hide each other's latency
     for operand in operands:
         for step, a in enumerate(left):
-            acc = at.m.mma_f16(a, operand[2 * step : 2 * step + 2], acc, bfloat16=True)
-    return acc
+            b = operand[2 * step : 2 * step + 2]
+            sums[step & 1] = at.m.mma_f16(a, b, sums[step & 1], bfloat16=True)
+    return [x + y for x, y in zip(*sums)]
 
 
 def _lane_scores(at: _Place, acc: list, row: int) -> list:
@@ -260,10 +261,8 @@ def _history(at: _Place, split: Any) -> None:
         shape.heads * x for x in (16 * head_dim, 2 * head_dim, 2 * PAGE)
     )
 
-    def physical_page(index):
-        index = index.min(end - 1).max(0)
-        # Page 0 exists in every pool; an empty sequence's table may hold anything.
-        return m.select(pages.eq(0), m.Int(0), m.load_global(table.at(index, 4))[0])
+    def physical_page(index):  # means nothing past the end; then nothing is fetched
+        return m.load_global(table.at(index.min(shape.table_pages - 1), 4))[0]
 
     key_slots = [  # where this lane's chunks of the key codes go
         frag.key_chunk_address((m.lane + 32 * n).udiv(parts), (m.lane + 32 * n).umod(parts), parts)
@@ -294,8 +293,11 @@ def _history(at: _Place, split: Any) -> None:
         m.when(index.lt(end), lambda: fetch(slot, page))
         m.commit_copies()
 
-    table_ahead = [physical_page(first + n) for n in range(stages)]
-    for n in range(stages - 1):
+    # Of the ring's stages one holds the page whose values are still to be summed, one the page whose scores
+    # are computed; the others are on their way.
+    ahead = stages - 2
+    table_ahead = [physical_page(first + n) for n in range(ahead + 1)]
+    for n in range(ahead):
         fetch_if_mine(first + n, ring + n * stage, table_ahead[n])
 
     # ---- right operands
@@ -340,72 +342,83 @@ def _history(at: _Place, split: Any) -> None:
         maximum, total, weighted = (list(carry[i * n_heads : (i + 1) * n_heads]) for i in range(3))
         return maximum, total, weighted, list(carry[3 * n_heads : 3 * n_heads + 2]), carry[3 * n_heads + 2 :]
 
-    def page_step(carry):
-        index, page, read, write = carry[:4]
-        state = carry[4:]
-        m.wait_copies(stages - 2)
-        m.sync_warp()
-        fetch_if_mine(index + (stages - 1), ring + write, page)
-        page_after = physical_page(index + stages)
-        slot = ring + read
+    def scores_and_values(slot, value_slot, right, acc):
+        """Scores of the page in `slot`, and P @ V of the page before it: independent, so that they overlap.
 
-        # Scores: 8 row tiles, tile r = tokens 8g + r; two of them share one product.
-        words = load_keys(slot)
-        mean_left = load_mean(slot)
+        Scores [r][head] come in units of the integer sums; row tile r is the tokens 8g + r.
+        """
+        words, values = load_keys(slot), load_values(value_slot)
         key_scale = scales(load_scales(slot, key_scale_offset))
-        value_scale_words = load_scales(slot, key_scale_offset + 2 * PAGE)
-        mean_acc = _dense_scores(at, mean_left, mean_operands)
+        mean_acc = _dense_scores(at, load_mean(slot), mean_operands)
         mean_score = [x * u for x, u in zip(_lane_scores(at, mean_acc, 0), mean_unit)]
         score = []
-        for pair in range(4):
+        for pair in range(4):  # two row tiles share one product
             left = [[frag.unpack_bytes(w) for w in words[2 * pair + h]] for h in range(2)]
             if shape.paired:
-                acc = [[m.Int(0), start[0], m.Int(0), start[0]]]
+                sums = [[m.Int(0), start[0], m.Int(0), start[0]]]
             else:
-                acc = [[m.Int(0)] * 4, [start[0], start[1]] * 2]
+                sums = [[m.Int(0)] * 4, [start[0], start[1]] * 2]
             for j in range(parts):
                 for s in (0, 2):
                     a = [left[0][j][s], left[1][j][s], left[0][j][s + 1], left[1][j][s + 1]]
                     for limb, operand in enumerate(key_operands):
                         b = operand[4 * j + s : 4 * j + s + 2]
-                        acc[limb] = m.mma_s8(a, b, acc[limb], unsigned_a=True)
+                        sums[limb] = m.mma_s8(a, b, sums[limb], unsigned_a=True)
             for h in range(2):
                 if shape.paired:
-                    sums = [(acc[0][2 * h] << 8) + acc[0][2 * h + 1]]
+                    whole = [(sums[0][2 * h] << 8) + sums[0][2 * h + 1]]
                 else:
-                    sums = [(acc[0][2 * h + e] << 8) + acc[1][2 * h + e] for e in heads]
+                    whole = [(sums[0][2 * h + e] << 8) + sums[1][2 * h + e] for e in heads]
                 token_scale = key_scale[2 * pair + h]
-                score.append([x.to_float().fma(token_scale, mean_score[e]) for e, x in enumerate(sums)])
+                score.append([x.to_float().fma(token_scale, mean_score[e]) for e, x in enumerate(whole)])
+            acc = add_values(values, right, acc, range(pair * tiles // 4, (pair + 1) * tiles // 4))
+        return score, acc
 
-        left_in_page = stored - index * PAGE
+    def add_values(values, right, acc, some_tiles):
+        """acc + P @ V for 16 channels per tile."""
+        acc = list(acc)
+        for u in some_tiles:
+            left = [frag.unpack_halves(values[2 * u + h]) for h in range(2)]
+            tile = acc[4 * u : 4 * u + 4]
+            for s in (0, 2, 4, 6):
+                a = [left[0][s], left[1][s], left[0][s + 1], left[1][s + 1]]
+                tile = m.mma_f16(a, right[s : s + 2], tile)
+            acc[4 * u : 4 * u + 4] = tile
+        return acc
 
-        def mask(flat):
-            keep = [frag.score_token(at.g, r) for r in range(8)]
-            return [
-                m.select(keep[k // n_heads].lt(left_in_page), x, m.Float(_EMPTY)) for k, x in enumerate(flat)
-            ]
+    def page_step(carry):
+        index, page, slot, value_slot, write = carry[:5]
+        right, state = carry[5:13], carry[13:]
+        m.wait_copies(ahead - 1)
+        m.sync_warp()
+        fetch_if_mine(index + ahead, ring + write, page)
+        page_after = physical_page(index + (ahead + 1))
+        maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
+        score, acc = scores_and_values(ring + slot, ring + value_slot, right, acc)
+        state = [*maximum, *total, *weighted, exponent, inverse, *acc]
+        value_scale_words = load_scales(ring + slot, key_scale_offset + 2 * PAGE)
 
-        flat = m.branch(left_in_page.lt(PAGE), [x for row in score for x in row], mask)
-        score = [flat[r * n_heads : (r + 1) * n_heads] for r in range(8)]
-        values = load_values(slot)
-
-        # Online softmax. The branch is taken by the whole warp, and rarely: a new maximum or a larger scale.
-        maximum, _, _, (exponent, _), _ = unpack_state(state)
-        highest = [functools.reduce(lambda a, b: a.max(b), [row[e] for row in score]) for e in heads]
+        # Online softmax. The branch is taken by the whole warp, and rarely: a new maximum, a larger value
+        # scale, or a page that is not full.
         largest = functools.reduce(m.max_u16x2, value_scale_words)
         limit = (0x8000 - ((exponent + 1) << 7)) * 0x10001  # bit 15 of a half: scale >= 2 * 2**exponent
         moved = ((largest + limit) & 0x80008000).ne(0)
         for e in heads:
-            moved = moved | highest[e].gt(maximum[e] + slack[e])
+            highest = functools.reduce(lambda a, b: a.max(b), [row[e] for row in score])
+            moved = moved | highest.gt(maximum[e] + slack[e])
+        left_in_page = stored - index * PAGE
 
         def rescale(carry):
-            maximum, total, weighted, (exponent, _), acc = unpack_state(carry)
+            score = [carry[r * n_heads : (r + 1) * n_heads] for r in range(8)]
+            maximum, total, weighted, (exponent, _), acc = unpack_state(carry[8 * n_heads :])
+            keep = [frag.score_token(at.g, r).lt(left_in_page) for r in range(8)]
+            score = [[m.select(k, x, m.Float(_EMPTY)) for x in row] for k, row in zip(keep, score)]
             new_maximum, alpha = [], []
             for e in heads:
-                top_score = highest[e]
+                top = functools.reduce(lambda a, b: a.max(b), [row[e] for row in score])
                 for distance in (4, 8, 16):
-                    top_score = top_score.max(m.shuffle_xor(top_score, distance))
-                new_maximum.append(maximum[e].max(top_score))
+                    top = top.max(m.shuffle_xor(top, distance))
+                new_maximum.append(maximum[e].max(top))
                 alpha.append(((maximum[e] - new_maximum[e]) * score_unit[e]).exp2())
             bits = (largest >> 16).max(largest & 0xFFFF) >> 7
             for distance in (4, 8, 16):
@@ -416,17 +429,14 @@ def _history(at: _Place, split: Any) -> None:
             acc = [x if shape.paired and i & 1 else x * factor[(i & 1) % n_heads] for i, x in enumerate(acc)]
             total = [x * a for x, a in zip(total, alpha)]
             weighted = [x * a for x, a in zip(weighted, alpha)]
-            return [
-                *new_maximum,
-                *total,
-                *weighted,
-                new_exponent,
-                ((254 - new_exponent) << 23).as_float(),
-                *acc,
-            ]
+            inverse = ((254 - new_exponent) << 23).as_float()
+            flat = [x for row in score for x in row]
+            return [*flat, *new_maximum, *total, *weighted, new_exponent, inverse, *acc]
 
-        state = m.branch(m.any_lane(moved), state, rescale)
-        maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
+        slow = m.any_lane(moved | left_in_page.lt(PAGE))
+        flat = m.branch(slow, [*(x for row in score for x in row), *state], rescale)
+        score = [flat[r * n_heads : (r + 1) * n_heads] for r in range(8)]
+        maximum, total, weighted, (exponent, inverse), acc = unpack_state(flat[8 * n_heads :])
 
         # P * scale, in float16 and transposed, is the right operand of the second product.
         value_scale = scales(value_scale_words)
@@ -441,28 +451,24 @@ def _history(at: _Place, split: Any) -> None:
             columns = [x * factor for x in p]
             columns = columns if n_heads == 2 else [columns[0], m.Float(0.0)]
             right.append(m.transpose_8x8(m.pack_float16(*columns)))
-        acc = list(acc)
-        for u in range(tiles):
-            left = [frag.unpack_halves(values[2 * u + h]) for h in range(2)]
-            tile = acc[4 * u : 4 * u + 4]
-            for s in (0, 2, 4, 6):
-                a = [left[0][s], left[1][s], left[0][s + 1], left[1][s + 1]]
-                tile = m.mma_f16(a, right[s : s + 2], tile)
-            acc[4 * u : 4 * u + 4] = tile
 
         def advance(x):
             return m.select(x.eq((stages - 1) * stage), m.Int(0), x + stage)
 
         return [
-            *(index + 1, page_after, advance(read), advance(write)),
+            *(index + 1, page_after, advance(slot), slot, advance(write), *right),
             *(*maximum, *total, *weighted, exponent, inverse, *acc),
         ]
 
     zero = m.Float(0.0)
     state = [m.Float(_EMPTY)] * n_heads + [zero] * (2 * n_heads) + [m.Int(1), zero] + [zero] * (4 * tiles)
-    init = [first, table_ahead[stages - 1], m.Int(0), m.Int((stages - 1) * stage), *state]
+    # Before the first page P is zero, and whatever codes the last stage seems to hold are finite.
+    slots = [m.Int(0), m.Int((stages - 1) * stage), m.Int(ahead * stage)]
+    init = [first, table_ahead[ahead], *slots, *[m.Int(0)] * 8, *state]
     carry = m.loop((end - first).max(0), init, page_step)
-    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[4:])
+    value_slot, right = carry[3], carry[5:13]
+    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[13:])
+    acc = add_values(load_values(ring + value_slot), right, acc, range(tiles))
     m.wait_copies(0)
 
     total, weighted = _sum_rows(m, total), _sum_rows(m, weighted)

@@ -15,8 +15,8 @@ class DecodePlan:
     stages: int
 
 
-# head_dim -> (warps per block, pages in flight per warp, blocks that fit on one multiprocessor)
-_DECODE = {64: (12, 4, 1), 128: (12, 4, 1), 256: (8, 3, 1)}
+# head_dim -> (warps per block, stages per warp, blocks that fit on one multiprocessor)
+_DECODE = {64: (4, 6, 3), 128: (4, 5, 2), 256: (4, 3, 2)}
 MIN_PAGES_PER_WARP = 2  # a split that leaves a warp less than this is not worth its merge
 
 
