@@ -448,9 +448,10 @@ class Driver:
 
 
 def run(
-    framework: str, operations: int, seed: int = 0, per_world: int = 5000, device: str = "cpu"
+    framework: str, operations: int, seed: int = 0, per_world: int | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
     """Runs `operations` operations over all worlds in turn; raises AssertionError on a difference."""
+    per_world = per_world or min(5000, -(-operations // len(WORLDS)))
     counts: Counter[str] = Counter()
     totals = {
         "compared_pages": 0,

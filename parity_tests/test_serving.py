@@ -679,7 +679,7 @@ def test_the_list_of_failures_names_existing_tests():
 @pytest.mark.parametrize(("name", "operations"), [("torch", 800), ("jax", 60)])
 def test_random_operations(name, operations):
     """A short run of `parity_tests.stress`; the recorded one is in results/."""
-    report = stress.run(name, operations, seed=100, per_world=-(-operations // 4) if name == "torch" else 60)
+    report = stress.run(name, operations, seed=100, per_world=60 if name == "jax" else None)
     assert report["operations"] >= operations
     assert report["reused_tokens"] > 0 and report["highest_fill_of_budget"] > 0.5
 
