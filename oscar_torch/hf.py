@@ -191,7 +191,7 @@ class OscarLayer(CacheLayerMixin):
             raise ShapeError(f"the padding mask is {tuple(real.shape)}, expected {(batch, columns)}")
         counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
         self._reserve(counts)
-        self._record(key, value, real)
+        recording = self._begin_recording(columns)
         options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
         if columns == 1:
             out, self.store = ops.attend(
@@ -205,6 +205,8 @@ class OscarLayer(CacheLayerMixin):
         if self.observer is not None:
             self.observer(query, key, value, out)
         self._count(counts, columns if real is None else real)
+        if recording:
+            self._recorded.append((key, value, real))
         return out
 
     def _attend_pieces(
@@ -369,17 +371,17 @@ class OscarLayer(CacheLayerMixin):
                 self.chunks.append(chunk - columns if isinstance(chunk, int) else chunk[:, :-columns])
             columns -= min(size, columns)
 
-    def _record(self, key: Tensor, value: Tensor, real: Tensor | None) -> None:
-        """With `record_past`: keeps the windows as they were, and the rows that come after."""
+    def _begin_recording(self, columns: int) -> bool:
+        """With `record_past`: keeps the windows as they are; True if the rows to come should be kept too."""
         if not self.record_past:
-            return
-        if key.shape[1] > self.config.recent_tokens:  # a prompt; nobody rolls that back
+            return False
+        if columns > self.config.recent_tokens:  # a prompt; nobody rolls that back
             self._forget()
-            return
+            return False
         if self._snapshot is None:
             self._snapshot = {name: getattr(self.store, name).clone() for name in self._mutable()}
             self._snapshot_state = (list(self.lengths), list(self.reached), self.columns, list(self.chunks))
-        self._recorded.append((key, value, real))
+        return True
 
     def _mutable(self) -> tuple[str, ...]:
         if isinstance(self.store, LayerCache):

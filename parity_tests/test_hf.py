@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import inspect
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -468,7 +469,7 @@ def test_the_documented_example_runs(tmp_path):
 GEOMETRY = CacheConfig(num_key_value_heads=2, num_query_heads=4, head_dim=16)
 
 
-def make_layer(window=None, **options):
+def make_layer(window=None, **options) -> Any:
     rotation = None if window else hadamard_layer(16, 2)
     return hf.OscarLayer(0, GEOMETRY, rotation, sliding_window=window, **options)
 

@@ -63,7 +63,7 @@ def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
     begun = time.perf_counter()
     torch.manual_seed(0)
     options = {"gguf_file": path.name, "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
