@@ -47,8 +47,7 @@ def _start() -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN, or the largest integer
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
 
 
 def quantize_pages(
@@ -189,10 +188,9 @@ def flush_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -
         torch.tensor(source, dtype=torch.int32, device=place),
         torch.tensor(target, dtype=torch.int32, device=place),
     )
-    pages = [
-        getattr(reference.cache, name)[source].transpose(1, 2) for name in ("window_key", "window_value")
-    ]
-    for name, new in quantize_page_pair(*pages, reference.rotation).items():
+    key = reference.cache.window_key[source].transpose(1, 2)
+    value = reference.cache.window_value[source].transpose(1, 2)
+    for name, new in quantize_page_pair(key, value, reference.rotation).items():
         getattr(reference.cache, name)[[4, 9]] = new[[0, 2]]
     names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean")
     return [name for name in names if not np.array_equal(flushed.field(name), reference.field(name))]
