@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from parity_tests import oracle, stress
 from parity_tests.implementations import FRAMEWORKS, Framework
 from parity_tests.rows import make_rotation, mixed_rows
+from parity_tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parent.parent
 HEADS, DIM = 2, 16
@@ -271,6 +272,51 @@ class TestModel:
         together = model.run([fresh, continued], [other, chunk], 64)[1]
         np.testing.assert_array_equal(together, model.run([None, alone], [[], chunk], 64)[1])
         assert_equal(stored(pool, framework, continued), stored(pool, framework, alone))
+
+
+def test_a_flax_decoder_serves_shared_prefixes(tmp_path):
+    """The loop of docs/serving.md with a real decoder: equal logits and bytes, shared or not (1)."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from oscar_jax.models.cached_attention import CachedAttention
+    from oscar_jax.models.checkpoint import load_model
+    from oscar_jax.rotation import hadamard_rotation
+    from oscar_jax.serving import SequencePool
+
+    model, config, _ = load_model(write_tiny_model(tmp_path / "model"))
+    layers = config.num_layers
+    rotation = hadamard_rotation(config.num_key_value_heads, config.head_dim)
+
+    @nnx.jit
+    def forward(model, rotations, tokens, caches, new_lengths):
+        positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
+        attention = CachedAttention(model.config, dict(enumerate(rotations)), new_lengths)
+        return model(tokens, caches, positions=positions, attention=attention)
+
+    stem = np.random.default_rng(0).integers(0, 250, 256).tolist()
+    results = {}
+    for reuse in ("exact", None):
+        geometry = config.cache_config(recent_tokens=64)
+        pool = SequencePool([geometry] * layers, [rotation] * layers, model_id="tiny", max_length=512)
+        results[reuse] = []
+        for tail in ([1, 2, 3], [4, 5, 6, 7]):
+            prompt, logits = stem + tail, np.empty(0)
+            sequence = pool.create(prompt, reuse=reuse)
+            assert pool.length(sequence) == (256 if reuse and results[reuse] else 0)
+            while (start := pool.length(sequence)) < len(prompt) + 4:
+                new = prompt[start : start + 64] or [int(jnp.argmax(logits[-1]))]
+                step = pool.begin([sequence], tokens=[new])
+                width = 64 if start < len(prompt) else 1
+                tokens = jnp.pad(step.tokens, ((0, 0), (0, width - len(new))))
+                batch, caches = forward(model, pool.rotations, tokens, step.caches, step.new_lengths)
+                pool.finish(step, caches)
+                logits = np.asarray(batch[0, : len(new)])
+            pages = [pool.sequence_arrays(sequence, layer) for layer in range(layers)]
+            results[reuse].append((logits, [{n: as_bits(a) for n, a in arrays.items()} for arrays in pages]))
+    for (logits, pages), (logits_alone, pages_alone) in zip(results["exact"], results[None]):
+        np.testing.assert_array_equal(logits, logits_alone)
+        assert_equal(pages, pages_alone)
 
 
 # ------------------------------------------------------------ stored bytes
