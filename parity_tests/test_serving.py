@@ -308,7 +308,8 @@ def test_a_flax_decoder_serves_shared_prefixes(tmp_path):
                 new = prompt[start : start + 64] or [int(jnp.argmax(logits[-1]))]
                 step = pool.begin([sequence], tokens=[new])
                 width = 64 if start < len(prompt) else 1
-                tokens = jnp.pad(step.tokens, ((0, 0), (0, width - len(new))))
+                tokens = np.zeros((1, width), np.int32)
+                tokens[0, : len(new)] = new
                 batch, caches = forward(model, pool.rotations, tokens, step.caches, step.new_lengths)
                 pool.finish(step, caches)
                 logits = np.asarray(batch[0, : len(new)])
