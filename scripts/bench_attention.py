@@ -1,0 +1,320 @@
+"""Times INT2 attention against BF16 attention on a GPU: decode, write path and append, each beside its floor.
+
+    python scripts/bench_attention.py --output results/bench_attention
+
+Every INT2 figure stands next to the BF16 kernel of the same run (`jax.nn.dot_product_attention`, cuDNN) and
+next to the time that its bytes alone would take at the device's copy bandwidth, measured in the same run.
+Times are medians of device time (the profiler's sum over the kernels of one call) on cold L2: a call walks
+over several distinct batches whenever one batch would fit into the cache. Writes OUTPUT.json, .md and .png.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oscar_jax import cache_format as fmt
+from oscar_jax import ops
+from oscar_jax.cache import LayerCache
+from oscar_jax.config import CacheConfig
+from oscar_jax.rotation import hadamard_rotation
+
+SHAPES = {  # name -> key/value heads, query heads, head_dim
+    "qwen3-8b": (8, 32, 128),
+    "qwen3-32b": (8, 64, 128),
+    "llama3-8b": (8, 32, 128),
+    "gemma3-4b": (4, 8, 256),
+    "qwen2.5-0.5b": (2, 14, 64),
+}
+COLD_BYTES = 300 << 20  # several times any L2
+
+
+def random_cache(config: CacheConfig, batch: int, length: int, seed: int = 0) -> LayerCache:
+    """A full cache of random words, scales and rows, whose pages are scattered over the pool."""
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    pages, slots = max(1, config.history_pages(length)), config.window_slots
+
+    def make() -> LayerCache:
+        keys = iter(jax.random.split(jax.random.key(seed), 8))
+        pool = 1 + batch * pages
+        int2 = fmt.int2_array_shapes(pool, heads, head_dim)
+        window = fmt.window_array_shapes(1 + batch * slots, heads, head_dim)
+
+        def words(shape: tuple[int, ...]) -> jax.Array:
+            return jax.lax.bitcast_convert_type(jax.random.bits(next(keys), shape), jnp.int32)
+
+        def scales(shape: tuple[int, ...]) -> jax.Array:
+            return jax.random.uniform(next(keys), shape, jnp.float32, 0.3, 0.7).astype(jnp.bfloat16)
+
+        def rows(shape: tuple[int, ...]) -> jax.Array:
+            return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+        return LayerCache(
+            key_codes=words(int2["key_codes"]),
+            value_codes=words(int2["value_codes"]),
+            key_scale=scales(int2["key_scale"]),
+            value_scale=scales(int2["value_scale"]),
+            key_page_mean=rows(int2["key_page_mean"]),
+            window_key=rows(window["window_key"]),
+            window_value=rows(window["window_value"]),
+            page_table=1 + jax.random.permutation(next(keys), pool - 1).reshape(batch, pages),
+            window_table=1 + jnp.arange(batch * slots, dtype=jnp.int32).reshape(batch, slots),
+            lengths=jnp.full(batch, length, jnp.int32),
+            history_pages=jnp.full(batch, config.history_pages(length), jnp.int32),
+            config=config,
+        )
+
+    return jax.jit(make)()
+
+
+def device_time(function: Callable, *args: Any, iterations: int = 7) -> float:
+    """Median microseconds of device time of one call; wall time where the profiler cannot be had."""
+    function = jax.jit(function)
+    jax.block_until_ready(function(*args))
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        _, times = profiler.measure(function, aggregate=True, iterations=iterations)(*args)
+        return float(np.median(np.asarray(times))) * 1e3
+    except (ImportError, RuntimeError, TypeError):
+        samples = []
+        for _ in range(iterations):
+            start = time.perf_counter()
+            jax.block_until_ready(function(*args))
+            samples.append(time.perf_counter() - start)
+        return float(np.median(samples)) * 1e6
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes per second (read plus written) of a device-to-device copy."""
+    x = jnp.zeros(size // 4, jnp.int32)
+    return 2 * x.nbytes / device_time(lambda x: x + 1, x) * 1e6
+
+
+def sequence_bytes(config: CacheConfig, length: int) -> tuple[int, int]:
+    """Bytes that one decode step reads for one sequence: INT2 cache, and the same tokens in BF16."""
+    int2 = config.history_pages(length) * fmt.int2_page_bytes(config.head_dim)
+    window = (length - config.history_pages(length) * fmt.PAGE_TOKENS) * 4 * config.head_dim
+    heads = config.num_key_value_heads
+    return heads * (int2 + window), heads * length * 4 * config.head_dim
+
+
+def bench_decode(
+    name: str, batch: int, length: int, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One decode step of one layer: INT2 against BF16, both with their floors, in microseconds."""
+    heads, query_heads, head_dim = SHAPES[name]
+    config = CacheConfig(heads, query_heads, head_dim)
+    int2_bytes, bf16_bytes = (batch * x for x in sequence_bytes(config, length))
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    scale = head_dim**-0.5
+    query = jax.random.normal(jax.random.key(1), (batch, query_heads, head_dim), jnp.bfloat16)
+
+    copies = max(1, min(16, COLD_BYTES // int2_bytes))
+    cache = random_cache(config, batch * copies, length)
+
+    def part(array: jax.Array, i: int) -> jax.Array:
+        return array[i * batch : (i + 1) * batch]
+
+    def int2(query: jax.Array, cache: LayerCache) -> list[jax.Array]:
+        outs = []
+        for i in range(copies):
+            fields = ("page_table", "window_table", "lengths", "history_pages")
+            own = dataclasses.replace(cache, **{f: part(getattr(cache, f), i) for f in fields})
+            outs.append(
+                ops.decode_attention(query, own, rotation, scale=scale, implementation=options.implementation)
+            )
+        return outs
+
+    row: dict[str, Any] = {"what": "decode", "shape": name, "batch": batch, "length": length}
+    row["int2_us"] = device_time(int2, query, cache) / copies
+    del cache
+    row["int2_floor_us"] = int2_bytes / bandwidth * 1e6
+    row["bf16_floor_us"] = bf16_bytes / bandwidth * 1e6
+
+    copies = max(1, min(16, COLD_BYTES // bf16_bytes))
+    shape = (copies, batch, length, heads, head_dim)
+    if 2 * 2 * np.prod(shape) > options.memory:
+        row["bf16_us"] = None  # the BF16 rows do not fit
+        return row
+    key, value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (2, 3))
+
+    def bf16(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
+        attend: Any = jax.nn.dot_product_attention
+        return [
+            attend(query[:, None], key[i], value[i], scale=scale, implementation=options.baseline)
+            for i in range(copies)
+        ]
+
+    row["bf16_us"] = device_time(bf16, query, key, value) / copies
+    return row
+
+
+def bench_write(name: str, pages: int, bandwidth: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Quantizing `pages` pages of keys and values of all heads of one layer, in microseconds."""
+    heads, _, head_dim = SHAPES[name]
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    shape = (pages, fmt.PAGE_TOKENS, heads, head_dim)
+    key, value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2))
+
+    def quantize(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
+        return ops.quantize_pages(key, value, rotation, implementation=options.implementation)
+
+    moved = key.nbytes + value.nbytes + pages * heads * fmt.int2_page_bytes(head_dim)
+    time_us = device_time(quantize, key, value)
+    return {
+        "what": "write",
+        "shape": name,
+        "pages": pages,
+        "int2_us": time_us,
+        "int2_floor_us": moved / bandwidth * 1e6,
+        "share_of_copy_bandwidth": moved / bandwidth * 1e6 / time_us,
+    }
+
+
+def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Storing one token of every sequence, averaged over the 64 steps in which each flushes one page."""
+    heads, query_heads, head_dim = SHAPES[name]
+    config = CacheConfig(heads, query_heads, head_dim)
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    cache = random_cache(config, batch, 1024 + 63)
+    # Fresh lengths, so that sequence b flushes in step b: the flushes of a batch rarely coincide.
+    lengths = 1024 + jnp.arange(batch, dtype=jnp.int32) % fmt.PAGE_TOKENS
+    history = jnp.asarray([config.history_pages(int(n)) for n in lengths], jnp.int32)
+    cache = dataclasses.replace(cache, lengths=lengths, history_pages=history)
+    rows = jax.random.normal(jax.random.key(1), (batch, 1, heads, head_dim), jnp.bfloat16)
+    new = jnp.ones(batch, jnp.int32)
+
+    def append(cache: LayerCache, rows: jax.Array) -> LayerCache:
+        def step(_: int, cache: LayerCache) -> LayerCache:
+            return ops.append_rows(cache, rotation, rows, rows, new, implementation=options.implementation)
+
+        return jax.lax.fori_loop(0, fmt.PAGE_TOKENS, step, cache)
+
+    return {
+        "what": "append",
+        "shape": name,
+        "batch": batch,
+        "int2_us": device_time(append, cache, rows) / fmt.PAGE_TOKENS,
+    }
+
+
+def versions() -> dict[str, str]:
+    device = jax.devices()[0]
+    return {
+        "device": getattr(device, "device_kind", str(device)),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": sys.version.split()[0],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown tables of the decode, write and append rows."""
+
+    def number(x: Any, digits: int = 1) -> str:
+        return "" if x is None else f"{x:.{digits}f}"
+
+    lines = [
+        "| shape | B | S | INT2 µs | INT2 floor | × floor | BF16 cuDNN µs | BF16 floor | speed-up |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in (r for r in rows if r["what"] == "decode"):
+        speedup = r["bf16_us"] / r["int2_us"] if r["bf16_us"] else None
+        cells = [r["shape"], r["batch"], r["length"], number(r["int2_us"]), number(r["int2_floor_us"])]
+        cells += [number(r["int2_us"] / r["int2_floor_us"], 2), number(r["bf16_us"])]
+        cells += [number(r["bf16_floor_us"]), number(speedup, 2)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| write | pages | µs | share of copy bandwidth |", "|---|---|---|---|"]
+    for r in (r for r in rows if r["what"] == "write"):
+        share = number(100 * r["share_of_copy_bandwidth"]) + " %"
+        lines.append(f"| {r['shape']} | {r['pages']} | {number(r['int2_us'])} | {share} |")
+    lines += ["", "| append, flush amortized | B | µs |", "|---|---|---|"]
+    for r in (r for r in rows if r["what"] == "append"):
+        lines.append(f"| {r['shape']} | {r['batch']} | {number(r['int2_us'], 2)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Speed-up over BF16 by sequence length, one line per shape and batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.5))
+    lines: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for r in rows:
+        if r["what"] == "decode" and r["bf16_us"]:
+            point = (r["length"], r["bf16_us"] / r["int2_us"])
+            lines.setdefault((r["shape"], r["batch"]), []).append(point)
+    for (name, batch), points in lines.items():
+        axis.plot(*zip(*sorted(points)), marker="o", label=f"{name}, B = {batch}")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("sequence length")
+    axis.set_ylabel("decode attention: BF16 cuDNN time / INT2 time")
+    axis.axhline(1, color="gray", linewidth=0.8)
+    if lines:
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs every case and writes the results after each: an interrupted run leaves what it measured."""
+    bandwidth = copy_bandwidth(options.copy_bytes)
+    rows: list[dict[str, Any]] = []
+    output = pathlib.Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    head = {"command": " ".join(sys.argv), **versions(), "copy_bytes_per_second": bandwidth}
+    head |= {"implementation": options.implementation, "baseline": options.baseline, "dtype": "bfloat16"}
+
+    def record(case: str, measure: Callable[[], dict[str, Any]]) -> None:
+        try:
+            rows.append(measure())
+        except Exception as error:  # one case that runs out of memory must not hide the others
+            head.setdefault("failed", {})[case] = f"{type(error).__name__}: {error}"[:300]
+            print("failed:", case, head["failed"][case])
+            return
+        print(json.dumps(rows[-1]), flush=True)
+        output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+
+    for name in options.shapes:
+        for batch in options.batches:
+            for length in options.lengths:
+                case = f"decode {name} B={batch} S={length}"
+                record(case, lambda n=name, b=batch, s=length: bench_decode(n, b, s, bandwidth, options))
+        record(f"write {name}", lambda n=name: bench_write(n, options.write_pages, bandwidth, options))
+        for batch in options.batches:
+            record(f"append {name} B={batch}", lambda n=name, b=batch: bench_append(n, b, options))
+    title = f"{head['device']}, JAX {head['jax']}, copy {bandwidth / 1e12:.2f} TB/s\n\n"
+    output.with_suffix(".md").write_text(f"{title}`{head['command']}`\n\n{table(rows)}")
+    plot(rows, output.with_suffix(".png"))
+    print(table(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 32768, 102400])
+    parser.add_argument("--write-pages", type=int, default=2048)
+    parser.add_argument("--implementation", choices=ops.IMPLEMENTATIONS, default="mosaic_gpu")
+    parser.add_argument("--baseline", choices=("cudnn", "xla"), default="cudnn")
+    parser.add_argument("--memory", type=float, default=60e9, help="bytes that BF16 rows may take")
+    parser.add_argument("--copy-bytes", type=int, default=1 << 30)
+    parser.add_argument("--output", default="results/bench_attention")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Times end-to-end decoding of a Flax decoder with random weights: INT2 cache against BF16 with cuDNN.
+
+    python scripts/bench_decode.py --output results/bench_decode
+
+Both runs use the same decoder, the same number of layers and full caches of random content. Beside tokens per
+second stands the speed-up that the bytes alone would allow: weights plus cache read per step, BF16 over INT2.
+Layers are cut until the BF16 caches fit into `--memory`; the report names how many were run.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from bench_attention import random_cache, sequence_bytes, versions
+from flax import nnx
+
+from oscar_jax import ops
+from oscar_jax.cache import DenseCache, append_rows
+from oscar_jax.models.cached_attention import CachedAttention
+from oscar_jax.models.config import ModelConfig, RopeConfig
+from oscar_jax.models.decoder import Decoder
+from oscar_jax.rotation import hadamard_rotation
+
+STEPS = 16  # per sample
+
+
+def qwen3_8b(layers: int) -> ModelConfig:
+    """The geometry of Qwen3-8B with `layers` layers."""
+    return ModelConfig(
+        family="qwen3",
+        model_id="random weights, Qwen3-8B shape",
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_layers=layers,
+        num_query_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_positions=131_072,
+        rms_norm_eps=1e-6,
+        attention_scale=128**-0.5,
+        rope=RopeConfig(1_000_000.0),
+        layer_windows=(None,) * layers,
+        qk_norm=True,
+    )
+
+
+def tiny(layers: int) -> ModelConfig:
+    """A small decoder, to try the script without a GPU."""
+    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_query_heads": 4}
+    return dataclasses.replace(
+        qwen3_8b(layers), num_key_value_heads=2, head_dim=64, attention_scale=0.125, **small
+    )
+
+
+MODELS = {"qwen3-8b": (qwen3_8b, 36), "tiny": (tiny, 2)}
+
+
+class DenseAttention:
+    """Decoding over BF16 caches by `jax.nn.dot_product_attention`: the baseline."""
+
+    def __init__(self, config: ModelConfig, baseline: str) -> None:
+        self.config, self.baseline = config, baseline
+
+    def __call__(
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """Attention of one layer; see `decoder.Attention`."""
+        state = append_rows(state, None, key, value, jnp.ones(query.shape[0], jnp.int32))
+        attend: Any = jax.nn.dot_product_attention
+        out = attend(
+            query,
+            state.key,
+            state.value,
+            scale=self.config.attention_scale,
+            key_value_seq_lengths=state.lengths,
+            implementation=self.baseline,
+        )
+        return out, state
+
+
+def measure(
+    config: ModelConfig, weights: Any, kind: str, batch: int, length: int, options: argparse.Namespace
+) -> float:
+    """Median milliseconds per decode step with caches of `kind`, starting at `length` tokens."""
+    geometry = config.cache_config()
+    graph, state = weights
+    total = length + STEPS * (options.samples + 1)
+    if kind == "int2":
+        # The tables hold the pages that the steps will complete, too.
+        caches: list[Any] = [
+            random_cache(geometry, batch, total, layer) for layer in range(config.num_layers)
+        ]
+        history = jnp.full(batch, geometry.history_pages(length), jnp.int32)
+        lengths = jnp.full(batch, length, jnp.int32)
+        caches = [dataclasses.replace(c, lengths=lengths + 0, history_pages=history + 0) for c in caches]
+    else:
+        shape = (batch, total, geometry.num_key_value_heads, geometry.head_dim)
+        rows = jax.jit(lambda i: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16))
+        caches = [
+            DenseCache(rows(2 * layer), rows(2 * layer + 1), jnp.full(batch, length, jnp.int32))
+            for layer in range(config.num_layers)
+        ]
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(geometry.num_key_value_heads, geometry.head_dim))
+    rotations = dict.fromkeys(range(config.num_layers), rotation)
+
+    def step(state: Any, tokens: jax.Array, caches: list[Any], rotations: Any) -> tuple[jax.Array, list[Any]]:
+        if kind == "int2":
+            new = jnp.ones(batch, jnp.int32)
+            attention: Any = CachedAttention(config, rotations, new, implementation=options.implementation)
+        else:
+            attention = DenseAttention(config, options.baseline)
+        positions = caches[0].lengths[:, None]
+        model = nnx.merge(graph, state)
+        logits, caches = model(tokens[:, None], caches, positions=positions, attention=attention)
+        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), caches
+
+    step = jax.jit(step, donate_argnums=(2,))
+    tokens = jnp.zeros(batch, jnp.int32)
+    samples = []
+    for _ in range(options.samples + 1):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            tokens, caches = step(state, tokens, caches, rotations)
+        jax.block_until_ready(tokens)
+        samples.append((time.perf_counter() - start) / STEPS * 1e3)
+    return statistics.median(samples[1:])  # the first holds the compilation
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs every batch size with both caches and writes the results after each."""
+    make_config, all_layers = MODELS[options.model]
+    output = pathlib.Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    head = {"command": " ".join(sys.argv), **versions(), "model": options.model, "length": options.length}
+    head |= {"implementation": options.implementation, "baseline": f"{options.baseline}, bfloat16"}
+    rows: list[dict[str, Any]] = []
+    for batch in options.batches:
+        int2_bytes, bf16_bytes = (
+            batch * x for x in sequence_bytes(make_config(1).cache_config(), options.length)
+        )
+        layers = min(options.layers or all_layers, int(options.memory // bf16_bytes))
+        if layers < 1:
+            rows.append({"batch": batch, "skipped": f"one layer of BF16 rows takes {bf16_bytes} bytes"})
+            continue
+        config = make_config(layers)
+        model = Decoder(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        weights = nnx.split(model)
+        del model
+        # The embedding is looked up, not read.
+        lookup = config.vocab_size * config.hidden_size * 2
+        read = sum(x.nbytes for x in jax.tree.leaves(weights[1])) - lookup
+        row: dict[str, Any] = {"batch": batch, "layers": layers, "weight_bytes": read}
+        row["allowed_speed_up"] = (read + layers * bf16_bytes) / (read + layers * int2_bytes)
+        for kind in ("int2", "bf16"):
+            row[f"{kind}_ms"] = measure(config, weights, kind, batch, options.length, options)
+            row[f"{kind}_tokens_per_second"] = batch / row[f"{kind}_ms"] * 1e3
+        row["speed_up"] = row["bf16_ms"] / row["int2_ms"]
+        row["share_of_allowed"] = row["speed_up"] / row["allowed_speed_up"]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        del weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--length", type=int, default=102_400)
+    parser.add_argument("--layers", type=int, help="at most; by default all that fit")
+    parser.add_argument("--samples", type=int, default=3, help=f"of {STEPS} steps each")
+    parser.add_argument("--implementation", choices=ops.IMPLEMENTATIONS, default="mosaic_gpu")
+    parser.add_argument("--baseline", choices=("cudnn", "xla"), default="cudnn")
+    parser.add_argument("--memory", type=float, default=90e9, help="bytes that the BF16 caches may take")
+    parser.add_argument("--output", default="results/bench_decode")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
