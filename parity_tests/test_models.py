@@ -17,6 +17,7 @@ from oscar_jax.models.checkpoint import build_model, load_model, open_checkpoint
 from oscar_jax.models.config import ModelConfig, config_from_hf
 from oscar_jax.models.decoder import CapturingAttention, CausalAttention, Decoder, causal_attention
 from oscar_jax.models.gguf_file import GGUFFile
+from oscar_jax.models.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.hf
 
@@ -361,6 +362,33 @@ def test_real_gemma_equals_transformers(gemma_file: Path, tmp_path: Path) -> Non
         model, jnp.asarray(tokens)
     )
     assert relative_error(ours, theirs) <= LOGIT_TOLERANCE
+
+
+# ids of the published Gemma 3 tokenizer
+GEMMA_TEXTS = {
+    "Hello world": [2, 9259, 1902],
+    "  leading  double spaces\n\nNew\tline": [2, 138, 26016, 138, 7902, 9952, 108, 4199, 255968, 1257],
+    "def f(x):\n    return x+1": [2, 2063, 517, 236769, 236781, 1473, 107, 140, 2060, 1123, 236862, 236770],
+    "naïve café 日本語 🙂": [2, 1789, 238527, 560, 33443, 33375, 238582, 57235],
+    "<start_of_turn>user\nhi<end_of_turn>": [2, 105, 2364, 107, 2202, 106],
+}
+
+
+def test_gemma_tokenizer_from_gguf_metadata(gemma_file: Path) -> None:
+    """Cut as the published tokenizer does; a wrong merge order would still decode to the same text."""
+    tokenizer = load_tokenizer(gemma_file)
+    for text, ids in GEMMA_TEXTS.items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.encode(text, add_special_tokens=False) == ids[1:]
+        assert tokenizer.decode(ids) == f"<bos>{text}"
+    assert len(tokenizer) == 262_144
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1, 0)
+
+
+def test_gguf_without_a_tokenizer_is_named(references: dict, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "gemma3_text", references["gemma3_text"][0])
+    with pytest.raises(CheckpointError, match=r"no tokenizer in .*tiny\.gguf"):
+        load_tokenizer(tmp_path / "tiny.gguf")
 
 
 # --- configurations as they were published ---

