@@ -73,6 +73,9 @@ class Int:
     def max(self, o):
         return Int(np.maximum(self.signed, Int(o).signed))
 
+    def abs(self):
+        return Int(np.abs(self.signed))
+
     def lt(self, o):
         return Predicate(self.signed < Int(o).signed)
 
@@ -138,7 +141,11 @@ class Float:
     def as_int(self):
         return Int(np.ascontiguousarray(self.value).view(np.uint32))
 
+    def floor_biased(self):
+        return Float(np.floor(self.value) + np.float32(1.5 * 2**23))
+
     def floor_to_int(self):
+        assert (np.abs(self.value) < 2**22).all()
         return Int(np.floor(self.value).astype(np.int64))
 
     def round_to_int(self):
@@ -216,8 +223,13 @@ class Machine:
     def gather_bytes(self, a, b, selector):
         words = np.stack([self._full(a), self._full(b)], -1)
         source = words.view(np.uint8).reshape(self.threads, 8)
-        chosen = source[:, [(selector >> (4 * i)) & 7 for i in range(4)]]
+        selector = np.broadcast_to(_bits(selector), (self.threads,))
+        which = np.stack([(selector >> np.uint32(4 * i)) & 7 for i in range(4)], -1)
+        chosen = np.take_along_axis(source, which.astype(np.int64), -1)
         return Int(np.ascontiguousarray(chosen).view(np.uint32)[:, 0])
+
+    def shift_in_sign(self, word, x):
+        return Int(word.value << np.uint32(1) | x.value >> np.uint32(31))
 
     # ---- warp instructions
     def mma_s8(self, a, b, c, unsigned_a=False):

@@ -16,17 +16,17 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.mosaic.gpu")
 
-import jax.numpy as jnp
+import jax.numpy as jnp  # noqa: E402
 
-from oscar_jax import attention, cache_format, ops, packing
-from oscar_jax import cache as layer_cache
-from oscar_jax.cache import LayerCache
-from oscar_jax.config import CacheConfig
-from oscar_jax.pallas import decode_mosaic_gpu, prefill_mosaic_gpu, quantize_mosaic_gpu
-from oscar_jax.pallas import fragments as frag
-from oscar_jax.rotation import hadamard_rotation
-from parity_tests import mosaic_emulator as emulator
-from parity_tests import rows as row_families
+from oscar_jax import attention, cache_format, ops, packing  # noqa: E402
+from oscar_jax import cache as layer_cache  # noqa: E402
+from oscar_jax.cache import LayerCache  # noqa: E402
+from oscar_jax.config import CacheConfig  # noqa: E402
+from oscar_jax.pallas import decode_mosaic_gpu, prefill_mosaic_gpu, quantize_mosaic_gpu  # noqa: E402
+from oscar_jax.pallas import fragments as frag  # noqa: E402
+from oscar_jax.rotation import hadamard_rotation  # noqa: E402
+from parity_tests import mosaic_emulator as emulator  # noqa: E402
+from parity_tests import rows as row_families  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
 HEAD_DIMS = decode_mosaic_gpu.HEAD_DIMS
@@ -196,6 +196,20 @@ def test_rotated_channels_fill_key_words_in_order() -> None:
         assert (mine == 16 * lane + np.arange(16)).all()
 
 
+def test_code_planes_become_words_and_nibbles_are_transposed() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 4, (1000, 16), dtype=np.uint64)
+    place = np.arange(16, dtype=np.uint64)
+    low, high = (((codes >> np.uint64(b) & np.uint64(1)) << place).sum(-1).astype(np.uint32) for b in (0, 1))
+    want = (codes << (np.uint64(2) * place)).sum(-1).astype(np.uint32)
+    assert (frag.interleave_bits(low, high) == want).all()
+    words = rng.integers(0, 1 << 32, (4, 1000), dtype=np.uint64).astype(np.uint32)
+    bits = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(4, 1000, 8, 4)
+    turned = np.stack(frag.transpose_nibbles(words))
+    got = (turned[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(4, 1000, 8, 4)
+    assert (got == bits.transpose(3, 1, 2, 0)).all()
+
+
 # --- the emulator itself ----------------------------------------------------------------------------
 
 
@@ -252,7 +266,7 @@ def test_decode_body_equals_reference(name: str) -> None:
 
 
 def test_decode_body_survives_extreme_scales_and_scores() -> None:
-    """Value scales over 80 powers of two and scores of several hundred: float16 must neither overflow nor flush."""
+    """Value scales over 80 powers of two, scores of several hundred: float16 must not overflow or flush."""
     query, cache, rotation, options = decode_case(1, 4, 64)
     rng = np.random.default_rng(1)
     size = 2.0 ** rng.integers(-40, 40, cache.value_scale.shape[:2])[..., None]
@@ -419,9 +433,8 @@ def test_decode_on_device(head_dim: int, group: int) -> None:
     rotation = random_rotation(3, head_dim, rng)
     for dtype in (jnp.bfloat16, jnp.float32):
         query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), 3 * group, head_dim)), dtype)
-        options = {"scale": head_dim**-0.5}
-        got = jax.jit(lambda q, c: _named(ops.decode_attention, q, c, rotation, **options))(query, cache)
-        want = jax.jit(lambda q, c: attention.decode_attention(q, c, rotation, **options))(query, cache)
+        got = _named(ops.decode_attention, query, cache, rotation, scale=head_dim**-0.5)
+        want = attention.decode_attention(query, cache, rotation, scale=head_dim**-0.5)
         assert_close(got, want)
 
 

@@ -684,7 +684,7 @@ def _decode_kernel(shape: DecodeShape) -> Any:
         emit(*block, *refs)
 
     rows = (shape.batch, shape.heads, shape.group, shape.partials)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
@@ -698,6 +698,7 @@ def _decode_kernel(shape: DecodeShape) -> Any:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="oscar_decode",
     )
+    return jax.jit(kernel)  # layers of one shape share one lowering
 
 
 def decode_shape(

@@ -103,12 +103,20 @@ def key_row_address(matrix, g):
     return matrix * 128 + ((g ^ (matrix & 7)) << 4)
 
 
+def row_token(g, half):
+    """Token (0..15 of a warp's 16) of row g (half 0) or g + 8 (half 1) of the row quantizer's tiles.
+
+    Neighbours, so that the four bits of the two rows are the four bits of their tokens in a value word.
+    """
+    return 2 * g + half
+
+
 def row_chunk(row, chunk):
     """Where 16-byte chunk `chunk` of bf16 row `row` lies within its row of a staged tile.
 
-    Rows g and g + 1 read by one quarter of a warp, four chunks each, then fall into different banks.
+    Rows 2g and 2g + 2 read by one quarter of a warp, four chunks each, then fall into different banks.
     """
-    return chunk ^ (((row & 1) << 2) | ((row >> 1) & 3))
+    return chunk ^ ((((row >> 1) & 1) << 2) | ((row >> 2) & 3))
 
 
 def rotated_channel(n, column):
@@ -120,6 +128,24 @@ def rotated_channel(n, column):
     return 64 * (n >> 3) + 16 * (column >> 1) + 2 * (n & 7) + (column & 1)
 
 
-def reverse_bits_3(g):
-    """The three bits of g in reverse order: which eighth of its words a lane keeps after three exchanges."""
-    return ((g & 1) << 2) | (g & 2) | (g >> 2)
+def interleave_bits(low, high):
+    """16 low and 16 high bits of codes -> the word with code p at bits 2p, 2p + 1."""
+    word = 0
+    for shift, bits in ((0, low), (1, high)):
+        x = bits & 0xFFFF
+        for distance, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+            x = (x | (x << distance)) & mask
+        word = (x << shift) | word
+    return word
+
+
+def transpose_nibbles(words):
+    """Transposes, in each nibble of four words at once, the 4x4 bits (word i, bit j) -> (word j, bit i)."""
+    words = list(words)
+    for distance, mask in ((1, 0x55555555), (2, 0x33333333)):
+        for i in range(4):
+            if not i & distance:
+                a, b = words[i], words[i + distance]
+                swap = ((a >> distance) ^ b) & mask
+                words[i], words[i + distance] = a ^ (swap << distance), b ^ swap
+    return words

@@ -149,22 +149,24 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
         y, exponents = _rotate_rows(m, shape, m.area + buffer, g, c)
         bounds = []
         for half in range(2):
-            total = functools.reduce(lambda a, b: a + b, [_abs(x) >> fmt.ABS_SHIFT for x in y[half]])
+            total = functools.reduce(lambda a, b: a + b, [x.abs() >> fmt.ABS_SHIFT for x in y[half]])
             for distance in (1, 2):
                 total = total + m.shuffle_xor(total, distance)
             mean_abs = total >> head_dim.bit_length() - 1  # head_dim is a power of two
             bounds.append((mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT)
 
         def store_scales():
-            base = m.pointer(refs[kind + "_scale"]).at(page_head * PAGE + m.warp * 16 + g, 2)
+            bits = []
             for half in range(2):
                 unit = ((exponents[half] + (127 - fmt.SCALE_BITS)) << 23).as_float()
-                m.store_global_u16(base, (bounds[half].to_float() * unit).bfloat16_bits(), 16 * half)
+                bits.append((bounds[half].to_float() * unit).bfloat16_bits())
+            token = page_head * PAGE + m.warp * 16 + frag.row_token(g, 0)
+            m.store_global(m.pointer(refs[kind + "_scale"]).at(token, 2), [bits[0] | (bits[1] << 16)])
 
         m.when(c.eq(0), store_scales)
-        codes = [[_code(x, bounds[half]) for x in y[half]] for half in range(2)]
+        planes = [_code_planes(m, y[half], bounds[half]) for half in range(2)]
         store = _store_key_words if kind == "key" else _store_value_words
-        store(m, shape, refs, codes, page_head, g, c)
+        store(m, shape, refs, planes, page_head, g, c)
         m.sync_warpgroup()  # the tile and the words may be overwritten
         return [page + stride, other]
 
@@ -173,13 +175,21 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
     m.wait_copies(0)
 
 
-def _abs(x: Any) -> Any:
-    return x.max(0 - x)
+def _code_planes(m: Any, y: list, bound: Any) -> list[tuple]:
+    """Step 8 for entries of one row: per 32 of them a word with the low and one with the high bits of codes.
 
-
-def _code(y: Any, bound: Any) -> Any:
-    """Step 8: (y >= -bound) + (y >= 0) + (y >= bound), from sign bits."""
-    return 3 - ((y + bound) >> 31) - (y >> 31) - ((y - bound) >> 31)
+    code = 3 - (y < -bound) - (y < 0) - (y < bound). The three conditions imply one another, so the code's
+    high bit is the opposite of the second, and its low bit the opposite of their parity. Their sign bits are
+    collected 32 at a time.
+    """
+    planes = []
+    for start in range(0, len(y), 32):
+        below = [m.Int(0)] * 3
+        for x in reversed(y[start : start + 32]):
+            signs = (x + bound, x, x - bound)
+            below = [m.shift_in_sign(word, sign) for word, sign in zip(below, signs)]
+        planes.append((below[0] ^ below[1] ^ below[2] ^ 0xFFFFFFFF, below[1] ^ 0xFFFFFFFF))
+    return planes
 
 
 def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: Any) -> None:
@@ -270,7 +280,7 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any
 
 
 def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple:
-    """Steps 3-6 for rows 16 * warp + g and + 8: Y [half][2n + b] and the exponents of the rows.
+    """Steps 3-6 for the rows frag.row_token(g, half) of this warp: Y [half][2n + b], and their exponents.
 
     Entry 2n + b of a lane is the output channel frag.rotated_channel(n, 2c + b).
     """
@@ -282,7 +292,7 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
         mean = [m.load_shared(m.area + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
         mean = [w.as_float() for w in mean[0] + mean[1]]
         for half in range(2):
-            row = m.warp * 16 + g + 8 * half
+            row = m.warp * 16 + frag.row_token(g, half)
             address = tile + row * (2 * head_dim) + frag.row_chunk(row, c + 4 * s) * 16
             words = m.load_shared(address, 4)
             x = [v.as_float() for w in words for v in (w << 16, w & 0xFFFF0000)]
@@ -299,11 +309,11 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
         exponent = m.select(empty, m.Int(0), exponent)
         factor = ((fmt.ROW_BITS + 127 - exponent) << 23).as_float()
         factor = m.select(empty, m.Float(0.0), factor)  # every entry of an empty row is 0
-        fixed = [x.fma(factor, 0.5).floor_to_int() for x in centered[half]]
-        for i in range(0, len(fixed), 4):
-            four = fixed[i : i + 4]
-            low[half].append(_gather(m, four, 0))  # the low limb is the low byte, read as signed
-            high[half].append(_gather(m, [v + 128 for v in four], 1))
+        biased = [x.fma(factor, 0.5).floor_biased() for x in centered[half]]
+        for i in range(0, len(biased), 4):
+            # The bias leaves the low two bytes alone. The low limb is the low byte, read as signed.
+            low[half].append(_gather(m, [v.as_int() for v in biased[i : i + 4]], 0))
+            high[half].append(_gather(m, [(v + 128.0).as_int() for v in biased[i : i + 4]], 1))
         exponents.append(exponent)
 
     y: list[list] = [[], []]
@@ -334,38 +344,54 @@ def _gather(m: Any, four: list, byte: int) -> Any:
 
 
 def _store_key_words(
-    m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, planes: list, page_head: Any, g: Any, c: Any
 ) -> None:
-    """Word 4j + c of rows g and g + 8: this lane holds its 16 channels."""
+    """Word 4j + c of the two rows: this lane holds its 16 channels."""
     words_per_row = shape.head_dim // fmt.CODES_PER_WORD
     for half in range(2):
-        row = page_head * PAGE + m.warp * 16 + g + 8 * half
+        row = page_head * PAGE + m.warp * 16 + frag.row_token(g, half)
         base = m.pointer(refs["key_codes"]).at(row, 4 * words_per_row).at(c, 4)
         for j in range(words_per_row // 4):
-            word = m.Int(0)
-            for p, code in enumerate(codes[half][16 * j : 16 * j + 16]):
-                word = word | (code << 2 * p)
-            m.store_global(base, [word], 16 * j)
+            low, high = planes[half][j // 2]
+            if j % 2:
+                low, high = low >> 16, high >> 16
+            m.store_global(base, [frag.interleave_bits(low, high)], 16 * j)
 
 
 def _store_value_words(
-    m: Any, shape: QuantizeShape, refs: dict, codes: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, planes: list, page_head: Any, g: Any, c: Any
 ) -> None:
-    """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each."""
-    partial = [(a | (b << 16)) << (g * 2) for a, b in zip(*codes)]
-    # Three exchanges with the lane whose row differs in one bit, each of which halves the words of a lane.
-    for distance in (4, 8, 16):
-        upper = (m.lane & distance).ne(0)
-        middle = len(partial) // 2
-        kept = []
-        for a, b in zip(partial[:middle], partial[middle:]):
-            kept.append(m.select(upper, b, a) | m.shuffle_xor(m.select(upper, a, b), distance))
-        partial = kept
-    start = frag.reverse_bits_3(g) * len(partial)
-    for i, word in enumerate(partial):
-        entry = start + i
-        channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
-        m.store_shared(m.area + channel * 16 + m.warp * 4, [word], shape.word_offset)
+    """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each.
+
+    A lane holds four planes (low and high bits of two rows) of 32 channels; three exchanges leave it the same
+    bits of four channels, of eight rows each.
+    """
+
+    def bit(i):
+        return (g >> i) & 1
+
+    for chunk, pair in enumerate(zip(*planes)):
+        words = [word for row in pair for word in row]  # low and high bits of row g, then of row g + 8
+        # Halves, then bytes, then nibbles; the lane of the smaller row keeps the lower part of both.
+        for row_bit, lower, upper in ((1, 0x5410, 0x3276), (2, 0x6420, 0x3175)):
+            selector = m.select(bit(row_bit).ne(0), m.Int(upper), m.Int(lower))
+            other = [m.shuffle_xor(w, 4 << row_bit) for w in words]
+            words = [m.gather_bytes(a, b, selector) for a, b in zip(words, other)]
+        shift = bit(0) * 4
+        for i, word in enumerate(words):
+            other = m.shuffle_xor(word, 4)
+            smaller, larger = (m.select(bit(0).ne(0), *x) for x in ((other, word), (word, other)))
+            words[i] = ((smaller >> shift) & 0x0F0F0F0F) | (((larger >> shift) & 0x0F0F0F0F) << 4)
+        start = bit(1) * 16 + bit(2) * 8 + bit(0) * 4
+        # Nibble k now holds row k, or k + 8, of four channels; transposed, a nibble is the two rows' codes.
+        for i, word in enumerate(frag.transpose_nibbles(words)):
+            entry = start + (32 * chunk + i)
+            channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
+            address = m.area + channel * 16 + m.warp * 4
+            m.when(
+                entry.lt(shape.head_dim // 4),
+                functools.partial(m.store_shared, address, [word], shape.word_offset),
+            )
     m.sync_warpgroup()
     base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim)
 
@@ -429,7 +455,7 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
         emit(*block, *refs)
 
     shapes = fmt.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(shapes[n], fmt.INT2_ARRAYS[n]) for n in outputs),
         grid=(shape.blocks, shape.heads, len(shape.kinds)),
@@ -440,6 +466,7 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="oscar_quantize",
     )
+    return jax.jit(kernel)  # layers of one shape share one lowering
 
 
 def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]) -> QuantizeShape:

@@ -97,6 +97,9 @@ class Int:
     def _compare(self, kind, other):
         return Predicate(arith.cmpi(kind, self.value, self._of(other)))
 
+    def abs(self):
+        return Int(_ptx("abs.s32 $0, $1;", [self.value], [_i32()])[0])
+
     def lt(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 
@@ -152,7 +155,7 @@ class Float:
         return _ptx_float("min.f32 $0, $1, $2;", self, Float(self._of(other)))
 
     def abs(self):
-        return (self.as_int() & 0x7FFFFFFF).as_float()
+        return _ptx_float("abs.f32 $0, $1;", self)
 
     def exp2(self):
         return _ptx_float("ex2.approx.ftz.f32 $0, $1;", self)
@@ -170,12 +173,16 @@ class Float:
         """The same 32 bits as an integer register."""
         return Int(arith.bitcast(_i32(), self.value))
 
-    def floor_to_int(self):
-        """The floor of a value below 2**22 in magnitude: adding 1.5 * 2**23, rounded down, leaves it in the
-        low mantissa bits; a quarter of the cost of a conversion instruction.
+    def floor_biased(self):
+        """floor(x) + 1.5 * 2**23, exact for |x| < 2**22: the integer sits in the low mantissa bits.
+
+        Adding the bias and rounding down costs a quarter of a conversion instruction.
         """
-        magic = Float(1.5 * 2.0**23)
-        return _ptx_float("add.rm.f32 $0, $1, $2;", self, magic).as_int() - 0x4B400000
+        return _ptx_float("add.rm.f32 $0, $1, $2;", self, Float(1.5 * 2.0**23))
+
+    def floor_to_int(self):
+        """The floor of a value below 2**22 in magnitude."""
+        return self.floor_biased().as_int() - 0x4B400000
 
     def round_to_int(self):
         return Int(_ptx("cvt.rni.s32.f32 $0, $1;", [self.value], [_i32()])[0])
@@ -269,9 +276,16 @@ class MosaicMachine:
         """Maximum of the two unsigned 16-bit halves."""
         return Int(_ptx("max.u16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
 
-    def gather_bytes(self, a, b, selector: int):
+    def gather_bytes(self, a, b, selector: Int | int):
         """Four bytes out of the eight of (a, b); nibble i of the selector names the source of byte i."""
-        return Int(_ptx(f"prmt.b32 $0, $1, $2, {selector};", [a.value, b.value], [_i32()])[0])
+        if isinstance(selector, int):
+            return Int(_ptx(f"prmt.b32 $0, $1, $2, {selector};", [a.value, b.value], [_i32()])[0])
+        operands = [a.value, b.value, selector.value]
+        return Int(_ptx("prmt.b32 $0, $1, $2, $3;", operands, [_i32()])[0])
+
+    def shift_in_sign(self, word, x):
+        """word << 1 | sign bit of x."""
+        return Int(_ptx("shf.l.wrap.b32 $0, $1, $2, 1;", [x.value, word.value], [_i32()])[0])
 
     # ---- warp instructions
     def mma_s8(self, a, b, c, unsigned_a=False):
