@@ -32,10 +32,45 @@ MAX_GROUP = 16
 LOG2_E = math.log2(math.e)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the plain stage runs: programs per multiprocessor, warps, pipeline stages."""
+
+    programs_per_processor: int = 3
+    warps: int = 4
+    stages: int = 2
+
+
+TUNING = Tuning()
+
+
 @triton.jit
 def _widen(raw):
     """bf16 bits (int16) -> float32."""
     return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(words, place: tl.constexpr):
+    """The codes at one place of every word, as fp16 subnormals code * 2**-24."""
+    return ((words >> (2 * place)) & 3).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack_codes(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Words int32 [ROWS, COLUMNS / 16] -> codes as fp16 subnormals [ROWS, COLUMNS].
+
+    Joined pairwise, so that a thread holds the 16 codes of its word next to each other.
+    """
+    low = tl.join(
+        tl.join(tl.join(_code(words, 0), _code(words, 8)), tl.join(_code(words, 4), _code(words, 12))),
+        tl.join(tl.join(_code(words, 2), _code(words, 10)), tl.join(_code(words, 6), _code(words, 14))),
+    )
+    high = tl.join(
+        tl.join(tl.join(_code(words, 1), _code(words, 9)), tl.join(_code(words, 5), _code(words, 13))),
+        tl.join(tl.join(_code(words, 3), _code(words, 11)), tl.join(_code(words, 7), _code(words, 15))),
+    )
+    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -184,7 +219,6 @@ def _history_split(
     query_sum = 1.5 * tl.sum(q.to(tl.float32), 0)
     value_unit = _value_unit(value_max_ptr, blocks, BLOCKS) * (1.0 / 1024)
     word = tl.arange(0, DP // 16)
-    shift = 2 * tl.arange(0, 16)
     token_word = tl.arange(0, PAGE // 16)
     m = tl.full((ROWS,), -1e30, tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
@@ -205,9 +239,7 @@ def _history_split(
         key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + tokens))
         value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + tokens))
         page_score = tl.load(page_score_ptr + page * GP + rows, mask=rows < G, other=0.0)
-        codes = ((key_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-        codes = tl.reshape(codes.to(tl.float16, bitcast=True), (PAGE, DP))
-        score = tl.dot(codes, q) * CODE_UNIT - query_sum[None, :]
+        score = tl.dot(unpack_codes(key_words, PAGE, DP), q) * CODE_UNIT - query_sum[None, :]
         score = score * key_scale[:, None] * unit[None, :] + page_score[None, :]
         if SLIDING:
             visible = tokens + (SINK_PAGES + page) * PAGE >= oldest
@@ -220,9 +252,7 @@ def _history_split(
         weight = p * (value_scale / value_unit)[:, None]
         l = l * alpha + tl.sum(p, 0)
         weight_sum = weight_sum * alpha + tl.sum(weight, 0)
-        codes = ((value_words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-        codes = tl.reshape(codes.to(tl.float16, bitcast=True), (DP, PAGE))
-        acc = tl.dot(codes, weight.to(tl.float16), acc=acc * alpha[None, :])
+        acc = tl.dot(unpack_codes(value_words, DP, PAGE), weight.to(tl.float16), acc=acc * alpha[None, :])
         m = m_new
     safe = tl.where(l > 0, l, 1.0)
     o = (acc * CODE_UNIT - 1.5 * weight_sum[None, :]) * (value_unit / safe)[None, :]
@@ -506,8 +536,9 @@ def decode_attention(
         cache.window_table, cache.lengths, cache.history_pages, scale * LOG2_E, sliding_window or 0,
         plan.blocks, o, lse,
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, DP=plan.padded_dim,
-        ROWS=16, SPLITS=plan.splits, SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots,
-        SLIDING=sliding_window is not None, BLOCKS=triton.next_power_of_2(plan.blocks), num_warps=4,
+        ROWS=8 if plan.group <= 8 else 16, SPLITS=plan.splits,
+        SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots, SLIDING=sliding_window is not None,
+        BLOCKS=triton.next_power_of_2(plan.blocks), num_warps=TUNING.warps, num_stages=TUNING.stages,
     )  # fmt: skip
     return merge(plan, o, lse, rotation, sink_logits)
 
@@ -516,4 +547,4 @@ def _programs(device: torch.device) -> int:
     """Stage-1 programs: about what the chip holds at once."""
     if device.type != "cuda":
         return 8
-    return 3 * torch.cuda.get_device_properties(device).multi_processor_count
+    return TUNING.programs_per_processor * torch.cuda.get_device_properties(device).multi_processor_count

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .. import cache_format as fmt
 from ..config import ShapeError
-from .decode_triton import LOG2_E, MAX_GROUP
+from .decode_triton import LOG2_E, MAX_GROUP, unpack_codes
 from .quantize_triton import check_device, rotation_stride
 
 PAGE = tl.constexpr(fmt.PAGE_TOKENS)
@@ -135,7 +135,6 @@ def _chunk_kernel(
         unit = unit * softmax_scale
         weight_sum = tl.zeros((ROWS,), tl.float32)
         value_unit = 1.0e-30  # largest value scale so far / 1024: keeps the weights inside fp16
-        shift = 2 * tl.arange(0, 16)
         word = tl.arange(0, DP // 16)
         token_word = tl.arange(0, PAGE // 16)
         group = tl.arange(0, PAGES_PER_MEAN)
@@ -159,8 +158,7 @@ def _chunk_kernel(
                 word_mask = (in_page >= 0)[:, None] & (word < D // 16)[None, :]
                 word_offset = in_page[:, None] * (D // 16) + word[None, :]
                 words = tl.load(key_codes_ptr + codes_offset + word_offset, mask=word_mask, other=0)
-                codes = ((words[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-                key_codes = tl.reshape(codes.to(tl.float16, bitcast=True), (PAGE, DP))
+                key_codes = unpack_codes(words, PAGE, DP)
                 key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + in_page))
                 score = tl.dot(rotated16, tl.trans(key_codes)) * CODE_UNIT - query_sum[:, None]
                 page_score = tl.sum(tl.where((group == page - block)[None, :], page_scores, 0.0), 1)
@@ -176,8 +174,7 @@ def _chunk_kernel(
                 channel_mask = (channels < D)[:, None] & (token_word >= 0)[None, :]
                 word_offset_v = channels[:, None] * (PAGE // 16) + token_word[None, :]
                 words_v = tl.load(value_codes_ptr + codes_offset + word_offset_v, mask=channel_mask, other=0)
-                codes_v = ((words_v[:, :, None] >> shift[None, None, :]) & 3).to(tl.int16)
-                value_codes = tl.reshape(codes_v.to(tl.float16, bitcast=True), (DP, PAGE))
+                value_codes = unpack_codes(words_v, DP, PAGE)
                 acc = tl.dot(weight.to(tl.float16), tl.trans(value_codes), acc=acc * alpha[:, None])
         # A register tile cannot be cut into chunks: the rotated output passes through its own rows.
         out_rows = out_ptr + out_row[:, None]
