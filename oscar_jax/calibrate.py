@@ -192,14 +192,14 @@ def save_state(
     path: pathlib.Path, statistics: Mapping[int, covariance.StatisticsState], done: int, run_digest: str
 ) -> None:
     """Writes the running sums after `done` chunks, atomically."""
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{layer}/{number}": np.asarray(leaf)
         for layer, state in statistics.items()
         for number, leaf in enumerate(jax.tree.leaves(state))
     }
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as stream:
-        np.savez(stream, done=np.int64(done), run_digest=np.asarray(run_digest), **arrays)
+        np.savez(stream, **arrays, done=np.int64(done), run_digest=np.asarray(run_digest))
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
@@ -509,7 +509,7 @@ def load_statistics(path: pathlib.Path) -> dict[int, covariance.LayerStatistics]
                 layer, _, field = name.partition(".")
                 value = metadata[name] if name in metadata else stored.get_tensor(name)
                 layers.setdefault(int(layer), {})[field] = int(value) if field == "tokens" else value
-        optional = dict.fromkeys(("surrogate_value_covariance", "exact_value_covariance"))
+        optional: dict[str, Any] = {"surrogate_value_covariance": None, "exact_value_covariance": None}
         found = {k: covariance.LayerStatistics(**(optional | v)) for k, v in sorted(layers.items())}
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a statistics file: {error}") from None

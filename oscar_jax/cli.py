@@ -6,6 +6,7 @@ and wrong arguments answer at once.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -771,10 +772,16 @@ def _load_model(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     from rich.console import Console
 
     path = _model_path(arguments)
+    with Console(stderr=True).status(f"loading {path.name}"):
+        return load_once(str(path), arguments.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def load_once(path: str, dtype: str | None) -> tuple[Any, Any, Any]:
+    """Decoder, configuration and tokenizer; commands that follow each other in one process share them."""
     from .models.checkpoint import load_model
 
-    with Console(stderr=True).status(f"loading {path.name}"):
-        return load_model(path, dtype=arguments.dtype)
+    return load_model(path, dtype=dtype)
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:

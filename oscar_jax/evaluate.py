@@ -243,13 +243,9 @@ def evaluate_stream(
                 errors[method.name][layer] = layer_error(
                     query, probes, key, value, method.rotations[layer], config, layer
                 )
-    return StreamResult(
-        stream,
-        positions,
-        *({name: columns[i] for name, columns in joined.items()} for i in range(3)),
-        errors,
-        {m.name: method_bytes(m, caches[m.name], config) for m in methods},
-    )
+    nll, kl, top1 = ({name: columns[i] for name, columns in joined.items()} for i in range(3))
+    sizes = {m.name: method_bytes(m, caches[m.name], config) for m in methods}
+    return StreamResult(stream, positions, nll, kl, top1, errors, sizes)
 
 
 def summarize(results: Sequence[StreamResult], methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -271,7 +267,7 @@ def summarize(results: Sequence[StreamResult], methods: Sequence[Method]) -> lis
             for layer in method.rotations
         }
         size = {
-            part: sum(result.cache_bytes[method.name][part] for result in results)
+            part: round(np.mean([result.cache_bytes[method.name][part] for result in results]))
             for part in results[0].cache_bytes[method.name]
         }
         rows.append(
@@ -328,7 +324,7 @@ def evaluation_document(
                 "does not divide it"
             ),
             "layers": "attention KL and relative squared output error of a layer on exact inputs",
-            "cache_bytes": "live bytes at the end of the context, summed over the texts",
+            "cache_bytes": "live bytes at the end of the context, mean over the texts",
         },
     }
 
@@ -519,7 +515,7 @@ def make_needle_context(
     """Plants random keys and values at evenly spaced depths of `filler` token ids, repeated if too short."""
     if not 1 <= needles <= len(_NAMES):
         raise ConfigError(f"needles = {needles}, allowed: 1..{len(_NAMES)}")
-    names = generator.sample(_NAMES, needles)
+    names: list[str] = generator.sample(_NAMES, needles)
     numbers = [str(generator.randrange(10_000, 100_000)) for _ in names]
     planted = [encode(needle_sentence(name, number)) for name, number in zip(names, numbers)]
     body = context - sum(map(len, planted)) - (bos is not None)

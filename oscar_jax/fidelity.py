@@ -60,8 +60,8 @@ def make_recipe(
     def index(ratio: float) -> jax.Array:
         return jnp.int32(min(int(ratio * head_dim), head_dim - 1))
 
-    rotations = (jnp.asarray(rotation, jnp.float32) for rotation in (key_rotation, value_rotation))
-    return AsymmetricRecipe(*rotations, index(key_clip), index(value_clip))
+    key, value = (jnp.asarray(rotation, jnp.float32) for rotation in (key_rotation, value_rotation))
+    return AsymmetricRecipe(key, value, index(key_clip), index(value_clip))
 
 
 def asymmetric_bits(head_dim: int) -> float:

@@ -18,8 +18,9 @@ from flax import nnx
 from . import cache_format as fmt
 from . import fidelity
 from .attention import chunk_attention, decode_attention
-from .cache import DenseCache, allocate_dense_cache, allocate_layer_cache, append_rows, live_bytes
+from .cache import allocate_dense_cache, allocate_layer_cache, append_rows, live_bytes
 from .config import CacheConfig
+from .layer_cache import DenseCache
 from .models.cached_attention import CachedAttention
 from .models.config import ModelConfig
 from .quantize import round_to_bfloat16
@@ -142,7 +143,7 @@ def _attend_simulated(
     new_lengths: jax.Array,
     options: dict[str, Any],
 ) -> tuple[jax.Array, SimulatedCache]:
-    """`ops.attend` over rows as the recipe would return them, with the same windows as the INT2 cache."""
+    """`cache.attend` over rows as the recipe would return them, with the same windows as the INT2 cache."""
     restored = fidelity.reconstruct_rows(key, value, recipe)
     appended = SimulatedCache(
         append_rows(cache.exact, None, key, value, new_lengths),
@@ -192,8 +193,8 @@ def allocate_caches(
 
 
 def layer_error(
-    query: np.ndarray,
-    positions: np.ndarray,
+    query: Any,
+    positions: Any,
     key: jax.Array,
     value: jax.Array,
     rotation: Any,
@@ -202,7 +203,8 @@ def layer_error(
 ) -> dict[str, float]:
     """Attention KL and relative output error of one layer on exact inputs, means over heads.
 
-    query [T, N, D] at `positions` [T]; key, value [S, K, D] exact; rotation a LayerRotation or a recipe.
+    query [T, N, D] at `positions` [T], NumPy or JAX; key, value [S, K, D] exact; rotation a LayerRotation or
+    a recipe.
     """
     if not len(positions):
         return {"kl": 0.0, "output_error": 0.0, "value_error": 0.0}

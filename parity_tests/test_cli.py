@@ -17,8 +17,8 @@ COMMANDS = ("calibrate", "evaluate", "generate", "inspect", "convert")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, two texts and a calibrated rotation set."""
     here = tmp_path_factory.mktemp("session")
-    write_tiny_model(here / "model")
-    write_tiny_model(here / "other", num_hidden_layers=1)
+    write_tiny_model(here / "model", num_hidden_layers=1)
+    write_tiny_model(here / "other", num_hidden_layers=1, seed=1)
     (here / "one.txt").write_text("".join(chr(97 + i * i % 23) for i in range(3000)))
     (here / "two.txt").write_text("".join(chr(97 + i * i % 19) for i in range(3000)))
     command = f"calibrate --model {here}/model --text {here}/one.txt --out {here}/rotations --tokens 1536"
@@ -33,7 +33,7 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
     output = capsys.readouterr()
     document = json.loads((session / "report" / "evaluation.json").read_text())
     assert [row["method"] for row in document["methods"]] == "bf16 int2 published hadamard naive".split()
-    assert document["quantized_layers"] == [0, 1] and document["dtype"] == "float32"
+    assert document["quantized_layers"] == [0] and document["dtype"] == "float32"
     assert "one.txt is part of the calibration text" in output.err and "two.txt is" not in output.err
     assert "published" in output.out and "KL mean" in output.out
 
@@ -41,9 +41,7 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
     prompt = (session / "two.txt").read_text()[:600]
     assert cli.main([*command.split(), "--prompt", prompt]) == 0
     output = capsys.readouterr()
-    assert (
-        "5 INT2 pages" in output.err.replace("10 INT2 pages", "5 INT2 pages") and "new tokens" in output.err
-    )
+    assert "4 INT2 pages" in output.err and "4 new tokens" in output.err
 
     for path in ("rotations", "model"):
         assert cli.main(["inspect", str(session / path)]) == 0

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from oscar_jax import evaluate, fidelity, rotation, runner
-from oscar_jax.cache import DenseCache, live_bytes
+from oscar_jax.cache import live_bytes
 from oscar_jax.config import CheckpointError, ConfigError
 from oscar_jax.covariance import LayerStatistics
+from oscar_jax.layer_cache import DenseCache
 from oscar_jax.models.checkpoint import load_model
 from oscar_jax.quantize import round_to_bfloat16
 from oscar_jax.rotation import RotationHeader, RotationSet, hadamard_rotation
@@ -73,7 +74,7 @@ def result(tiny: tuple) -> tuple[list[runner.Method], evaluate.StreamResult]:
     """One stream judged by every kind of method."""
     _, config, _, steps = tiny
     tokens = np.random.default_rng(5).integers(0, 256, CONTEXT).astype(np.int32)
-    statistics = dict.fromkeys(LAYERS, random_statistics())
+    statistics: dict[int, Any] = dict.fromkeys(LAYERS, random_statistics())
     names = ["int2", "int2:balanced@0.1@1.6", "published", "hadamard", "naive"]
     methods = evaluate.resolve_methods(names, config, LAYERS, rotation_set(config), statistics)
     found = evaluate.evaluate_stream(steps, methods, stream_of(tokens), tokens, LAYERS, chunk=64, every=3)
@@ -135,12 +136,16 @@ def test_simulated_caches_read_exact_windows_and_restored_history(tiny: tuple) -
     method = runner.Method("naive", "simulated", {0: recipe}, 2.25)
     cache = runner.allocate_caches(method, config, 600)[0]
     keys = jax.random.split(jax.random.key(0), 6)
-    strategy = runner.AnyAttention(config, {0: recipe}, jnp.asarray([500], jnp.int32))
+
+    @jax.jit
+    def attend(rows: list[jax.Array], cache: Any, count: jax.Array) -> tuple[jax.Array, Any]:
+        query, key, value = rows
+        return runner.AnyAttention(config, {0: recipe}, count)(0, query, key, value, cache)
+
     old = [round_to_bfloat16(jax.random.normal(k, (1, 500, n, 32))) for k, n in zip(keys, (4, 2, 2))]
     new = [round_to_bfloat16(jax.random.normal(k, (1, 64, n, 32))) for k, n in zip(keys[3:], (4, 2, 2))]
-    _, cache = strategy(0, *old, cache)
-    strategy = runner.AnyAttention(config, {0: recipe}, jnp.asarray([64], jnp.int32))
-    out, _ = strategy(0, *new, cache)
+    _, cache = attend(old, cache, jnp.asarray([500], jnp.int32))
+    out, _ = attend(new, cache, jnp.asarray([64], jnp.int32))
 
     end = 64 + 64 * config.cache_config().history_pages(500)
     restored = fidelity.reconstruct_rows(old[1][0], old[2][0], recipe)
@@ -203,7 +208,7 @@ def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_pa
     for row in stored["methods"]:
         for name in ("bits_per_element", "perplexity", "kl_mean", "kl_median", "kl_p99", "top1"):
             assert isinstance(row[name], float)
-    # Pooling a text with itself changes nothing but the bytes.
+    # Pooling a text with itself changes nothing.
     one, two = stored["texts"][0]["methods"][1], stored["methods"][1]
     assert one["kl_mean"] == pytest.approx(two["kl_mean"]) and one["perplexity"] == pytest.approx(
         two["perplexity"]

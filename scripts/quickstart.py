@@ -8,18 +8,21 @@ import sys
 import sysconfig
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax import nnx
 
 import oscar_torch.cache
 import oscar_torch.checkpoint
 from oscar_jax import cache, checkpoint, text
 from oscar_jax import cache_format as fmt
 from oscar_jax.calibrate import ROTATION_DIRECTORY
+from oscar_jax.cli import load_once
 from oscar_jax.cli import main as oscar
-from oscar_jax.models.checkpoint import load_model
-from oscar_jax.models.decoder import CapturingAttention, CausalAttention
+from oscar_jax.models.checkpoint import resolve_model_path
+from oscar_jax.models.decoder import CapturingAttention, CausalAttention, Decoder
 from oscar_jax.rotation import RotationSet, hadamard_rotation
 
 OUT = pathlib.Path("quickstart-out")
@@ -55,8 +58,8 @@ def main() -> None:
         "--context", "2048", "--text", *(arguments.text or calibration))  # fmt: skip
     heading("2. Evaluate")
     streams = [word for file in evaluation for word in ("--text", file)]
-    run("evaluate", "--model", arguments.model, "--rotations", str(rotations), "--context",
-        str(arguments.context), "--methods", METHODS, "--every", "2", "--out", str(OUT), *streams)  # fmt: skip
+    run("evaluate", "--model", arguments.model, "--rotations", str(rotations), "--out", str(OUT),
+        "--context", str(arguments.context), "--methods", METHODS, "--every", "2", *streams)  # fmt: skip
     heading("3. Generate with the 2-bit cache")
     prompt = OUT / "prompt.txt"
     prompt.write_text(pathlib.Path(evaluation[0]).read_text()[:PROMPT_CHARACTERS])
@@ -132,13 +135,13 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
     The rows are the model's own keys and values of `PARITY_TOKENS` tokens. Layers without a fitted rotation
     (short sliding windows stay BF16 in use) take Hadamard; the whole set travels through one file.
     """
-    model, config, tokenizer = load_model(model_name)
+    model, config, tokenizer = load_once(str(resolve_model_path(model_name)), None)
     stream = text.read_stream(
         files, lambda part: tokenizer.encode(part, add_special_tokens=False), PARITY_TOKENS
     )
     head = [] if config.bos_token_id is None else [config.bos_token_id]
     tokens = jnp.asarray([*head, *stream.tokens])[None, :PARITY_TOKENS]
-    _, states = model.hidden_states(tokens, attention=CapturingAttention(CausalAttention(config)))
+    captured = capture_rows(model, tokens)
 
     fitted = checkpoint.load_rotation_set(rotation_directory)
     plain = hadamard_rotation(config.num_key_value_heads, config.head_dim)
@@ -151,15 +154,17 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
 
     geometry = config.cache_config()
     compared = different = 0
-    for layer, (_, (_, key, value)) in enumerate(states):
+    append = jax.jit(cache.append_rows)
+    for layer, (_, key, value) in enumerate(captured):
         rows = [np.array(part.astype(jnp.bfloat16)) for part in (key, value)]  # Torch wants writable memory
         theirs = oscar_torch.cache.allocate_layer_cache(geometry_of_torch(geometry), 1, PARITY_TOKENS)
         ours = cache.allocate_layer_cache(geometry, 1, PARITY_TOKENS)
         lengths = [rows[0].shape[1]]
-        ours = cache.append_rows(ours, in_jax.layers[layer], *map(jnp.asarray, rows), jnp.asarray(lengths))
-        torch_rows = [torch.from_numpy(part.view(np.int16)).view(torch.bfloat16) for part in rows]
+        key, value = map(jnp.asarray, rows)
+        ours = append(ours, in_jax.layers[layer], key, value, jnp.asarray(lengths))
+        key, value = (torch.from_numpy(part.view(np.int16)).view(torch.bfloat16) for part in rows)
         theirs = oscar_torch.cache.append_rows(
-            theirs, in_torch.layers[layer], *torch_rows, torch.tensor(lengths, dtype=torch.int32)
+            theirs, in_torch.layers[layer], key, value, torch.tensor(lengths, dtype=torch.int32)
         )
         for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "page_table", "window_table", "lengths"):
             mine = np.frombuffer(np.asarray(getattr(ours, name)).tobytes(), np.uint8)
@@ -173,6 +178,13 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
         "bytes": compared,
         "different_bytes": different,
     }
+
+
+@nnx.jit
+def capture_rows(model: Decoder, tokens: jax.Array) -> list[tuple[jax.Array, ...]]:
+    """Query, key and value rows of every layer for tokens [1, T]."""
+    attention = CapturingAttention(CausalAttention(model.config))
+    return [rows for _, rows in model.hidden_states(tokens, attention=attention)[1]]
 
 
 def geometry_of_torch(geometry):
