@@ -59,11 +59,11 @@ class Pair:
         }
 
     def append(self, key: np.ndarray, value: np.ndarray, counts: Any) -> None:
-        """Appends the same rows to both caches through `ops.append_rows`."""
+        """Appends the same rows to both caches through `cache.append_rows`."""
         for name, cache in self.caches.items():
             framework = cache.framework
             with framework.device_context("gpu"):
-                run = framework.compiled(framework.module("ops").append_rows, "implementation")
+                run = framework.compiled(framework.module("cache").append_rows, "implementation")
                 cache.cache = run(
                     cache.cache,
                     cache.rotation,
