@@ -24,9 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_torch import attention, ops
-from oscar_torch.cache import LayerCache, allocate_layer_cache
+from oscar_torch.cache import allocate_layer_cache
 from oscar_torch.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_bytes
 from oscar_torch.config import CacheConfig
+from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotation import LayerRotation
 from oscar_torch.triton_kernels import prefill_triton, quantize_triton
 
