@@ -83,6 +83,9 @@ examples:
 """
 
 
+_FORMATTER = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line instead of printing the whole usage."""
 
@@ -118,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="oscar",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_FORMATTER,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_calibrate(commands)
@@ -135,7 +138,7 @@ def _add_command(commands, name: str, summary: str, epilog: str, run) -> argpars
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_FORMATTER,
     )
     command.set_defaults(run=run)
     return command

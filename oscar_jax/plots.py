@@ -53,11 +53,11 @@ def save_outlier_plot(
     layer → float [D]. A flat line at 1 has no outlier channel.
     """
     figure, axes = _new_figure(2)
-    for axis, title, channels in zip(axes, ("raw key channels", "after the key transform"), (before, after)):
+    for axis, title, channels in zip(axes, ("raw", "after the key transform"), (before, after)):
         for layer, values in channels.items():
             ordered = np.sort(values)[::-1]
             axis.semilogy(ordered / ordered.mean(), label=f"layer {layer}", linewidth=1)
-        axis.set_title(f"Spread of {title}")
+        axis.set_title(f"Key channels, {title}")
         axis.set_xlabel("channel, sorted")
         axis.set_ylabel("standard deviation / mean")
         axis.grid(alpha=0.3)

@@ -120,4 +120,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"    {command} " in shown for command in COMMANDS)
+    assert all(f"\n    {command}" in shown for command in COMMANDS)
