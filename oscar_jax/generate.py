@@ -103,7 +103,7 @@ class Generator:
     """A decoder with its cache kind, rotations and sampling; compiled programs are kept between calls.
 
     `cache` is "int2" (needs rotations for every layer that is not kept in BF16) or "bf16"; `implementation`
-    is that of `ops.attend`. Raises ConfigError, or CheckpointError for rotations of another geometry.
+    is that of `cache.attend`. Raises ConfigError, or CheckpointError for rotations of another geometry.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class Generator:
 
         `on_token(sequence, token)` is called for every new token, in order, a few tokens after it was made.
         Caches hold at least `capacity` tokens per sequence; equal capacities share compiled programs.
-        Raises ConfigError for an empty prompt, a token outside the vocabulary or a length below 1.
+        Raises ConfigError for an empty prompt, a token outside the vocabulary or an impossible length.
         """
-        lengths = _check_prompts(prompts, self.config.vocab_size, max_new_tokens)
+        lengths = _check_prompts(prompts, self.config, max_new_tokens)
         batch, compiled_before = len(prompts), self._compile_seconds
         longest = max(capacity, int(lengths.max()) + max_new_tokens)
         caches = allocate_model_cache(
@@ -353,7 +353,7 @@ def select_rotations(
     return {layer: available[layer] for layer in layers}
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_new_tokens: int) -> np.ndarray:
+def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens: int) -> np.ndarray:
     """Prompt lengths [B]; raises ConfigError naming the prompt."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens = {max_new_tokens}, allowed: >= 1")
@@ -362,7 +362,12 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_new_to
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"prompt {index} has no tokens")
-        foreign = [token for token in prompt if not 0 <= token < vocab_size]
+        foreign = [token for token in prompt if not 0 <= token < config.vocab_size]
         if foreign:
-            raise ConfigError(f"prompt {index} has token {foreign[0]}, allowed: 0..{vocab_size - 1}")
+            raise ConfigError(f"prompt {index} has token {foreign[0]}, allowed: 0..{config.vocab_size - 1}")
+        if len(prompt) + max_new_tokens > config.max_positions:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt)} tokens: with {max_new_tokens} new ones more than the "
+                f"{config.max_positions} positions of {config.model_id!r}"
+            )
     return np.array([len(prompt) for prompt in prompts])
