@@ -16,70 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from . import cache_format as fmt
+from . import ops
 from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
-from .quantize import (
-    dequantize_key_pages,
-    dequantize_value_pages,
-    quantize_key_pages,
-    quantize_value_pages,
-    round_to_bfloat16,
-)
-
-PAGE = fmt.PAGE_TOKENS
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerCache:
-    """INT2 pages, BF16 window pages, and the tables that say which sequence owns them.
-
-    P INT2 pages, P' window pages, B sequences. `page_table[b, i]` is the physical page of history page i
-    (tokens sink + 64 i ...). Window slots of a sequence: first the sink pages, then a ring of recent pages:
-    token page p >= sink_pages + history_pages lies in slot sink_pages + (p - sink_pages) % recent_slots.
-    `history_pages[b]` counts the INT2 pages of sequence b; it is `config.history_pages(length)`, or more
-    where a sequence borrowed a prefix or was cut inside its history.
-    """
-
-    key_codes: jax.Array  # int32 [P, K, 64, D/16]
-    value_codes: jax.Array  # int32 [P, K, D, 4]
-    key_scale: jax.Array  # bf16 [P, K, 64]
-    value_scale: jax.Array  # bf16 [P, K, 64]
-    key_page_mean: jax.Array  # bf16 [P, K, D]
-    window_key: jax.Array  # bf16 [P', K, 64, D]
-    window_value: jax.Array  # bf16 [P', K, 64, D]
-    page_table: jax.Array  # int32 [B, max_pages]
-    window_table: jax.Array  # int32 [B, window_slots]
-    lengths: jax.Array  # int32 [B]
-    history_pages: jax.Array  # int32 [B]
-    config: CacheConfig = dataclasses.field(metadata={"static": True})
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences B."""
-        return self.page_table.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that one sequence's tables can hold."""
-        return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DenseCache:
-    """BF16 keys and values of one layer; a ring if shorter than the sequence: token t in slot t % S."""
-
-    key: jax.Array  # bf16 [B, S, K, D]
-    value: jax.Array  # bf16 [B, S, K, D]
-    lengths: jax.Array  # int32 [B]
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences B."""
-        return self.key.shape[0]
+from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
+from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 
 
 def num_history_pages(length: int, config: CacheConfig) -> int:
@@ -148,8 +91,45 @@ def allocate_dense_cache(
     )
 
 
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any,
+    rotation: Any,
+    *,
+    new_lengths: jax.Array,
+    scale: float,
+    sliding_window: int | None = None,
+    sink_logits: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """Attends with new tokens and stores them: the one call a decoder layer makes.
+
+    query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
+    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
+    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
+    """
+    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    if query.shape[1] == 1:
+        cache = append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+        out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)
+        return out[:, None], cache
+    out = ops.chunk_attention(
+        query,
+        key,
+        value,
+        cache,
+        rotation,
+        new_lengths=new_lengths,
+        implementation=implementation,
+        **options,
+    )
+    return out, append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+
+
 class NewPages(NamedTuple):
-    """The pages a chunk of rows completes, ready to be quantized (`pages_to_quantize`)."""
+    """The pages a chunk of rows completes, ready to be quantized."""
 
     key: jax.Array  # bf16 [B, M, 64, K, D]
     value: jax.Array  # bf16 [B, M, 64, K, D]
@@ -162,43 +142,29 @@ def append_rows(
     key: jax.Array,
     value: jax.Array,
     new_lengths: jax.Array,
-    quantize: Any = None,
+    *,
+    implementation: str | None = None,
+    check: bool = True,
 ) -> Any:
     """Appends rows to every sequence and quantizes the recent pages that become history.
 
     key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
-    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. `quantize(key_pages, value_pages,
-    rotation)` may replace the reference quantizer. Outside jit, raises CacheFullError when a sequence would
-    outgrow its tables; under jit the caller checks `check_capacity` first.
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Outside jit, raises CacheFullError
+    when a sequence would outgrow its tables; under jit, or with check=False (which spares the wait for the
+    device), the caller has called `check_capacity`.
     """
     check_rows(cache, key, value, new_lengths)
-    if not isinstance(cache.lengths, jax.core.Tracer) and not isinstance(new_lengths, jax.core.Tracer):
+    traced = isinstance(cache.lengths, Tracer) or isinstance(new_lengths, Tracer)
+    if check and not traced:
         check_capacity(cache, new_lengths)
     if isinstance(cache, DenseCache):
         return _append_dense(cache, key, value, new_lengths)
     key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
-    cache = _write_pages(cache, rotation, pages, quantize or quantize_page_pair)
+    cache = _write_pages(cache, rotation, pages, implementation)
     cache = _write_window(cache, key, value, new_lengths, history)
     return dataclasses.replace(cache, lengths=cache.lengths + new_lengths, history_pages=history)
-
-
-def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
-    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
-    key_codes, key_scale, key_page_mean = quantize_key_pages(
-        key_pages, rotation.key_transform, rotation.key_multiplier
-    )
-    value_codes, value_scale = quantize_value_pages(
-        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
-    )
-    return {
-        "key_codes": key_codes,
-        "value_codes": value_codes,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
-        "key_page_mean": key_page_mean,
-    }
 
 
 def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[jax.Array, jax.Array]:
@@ -222,17 +188,6 @@ def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[j
         return every.reshape(every.shape[0] * PAGE, *every.shape[2:])[:length]
 
     return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
-
-
-def recent_slot(page: Any, config: CacheConfig) -> Any:
-    """Window slot of token page `page` (past the sink), an int or an int array."""
-    return config.sink_pages + (page - config.sink_pages) % config.recent_slots
-
-
-def window_pages_used(length: int, history_pages: int, config: CacheConfig) -> int:
-    """BF16 pages that hold tokens of a sequence."""
-    pages = -(-length // PAGE)
-    return pages - history_pages
 
 
 def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
@@ -400,13 +355,17 @@ def _pages_to_quantize(
     return NewPages(gathered(cache.window_key, key), gathered(cache.window_value, value), destination), after
 
 
-def _write_pages(cache: LayerCache, rotation: Any, pages: NewPages, quantize: Any) -> LayerCache:
+def _write_pages(cache: LayerCache, rotation: Any, pages: NewPages, implementation: str | None) -> LayerCache:
     """Quantizes the collected pages, if any is due, and writes them to their physical pages."""
-    flat = tuple(rows.reshape(-1, *rows.shape[2:]) for rows in (pages.key, pages.value))
-    shapes = jax.eval_shape(lambda k, v: quantize(k, v, rotation), *flat)
+    key, value = (rows.reshape(-1, *rows.shape[2:]) for rows in (pages.key, pages.value))
+
+    def quantized() -> dict[str, jax.Array]:
+        return ops.quantize_pages(key, value, rotation, implementation=implementation)
+
+    shapes = jax.eval_shape(quantized)
     new = lax.cond(
         (pages.destination < cache.key_codes.shape[0]).any(),
-        lambda: quantize(*flat, rotation),
+        quantized,
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
     )
     destination = pages.destination.reshape(-1)

@@ -10,64 +10,11 @@ from typing import Any
 
 import jax
 
-from . import attention, cache
-from .cache import LayerCache
+from . import attention, quantize
 from .config import ConfigError
+from .layer_cache import LayerCache
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    layer_cache: Any,
-    rotation: Any,
-    *,
-    new_lengths: jax.Array,
-    scale: float,
-    sliding_window: int | None = None,
-    sink_logits: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, Any]:
-    """Attends with new tokens and stores them: the one call a decoder layer makes.
-
-    query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
-    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
-    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
-    """
-    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
-    if query.shape[1] == 1:
-        layer_cache = append_rows(
-            layer_cache, rotation, key, value, new_lengths, implementation=implementation
-        )
-        out = decode_attention(query[:, 0], layer_cache, rotation, implementation=implementation, **options)
-        return out[:, None], layer_cache
-    out = chunk_attention(
-        query,
-        key,
-        value,
-        layer_cache,
-        rotation,
-        new_lengths=new_lengths,
-        implementation=implementation,
-        **options,
-    )
-    return out, append_rows(layer_cache, rotation, key, value, new_lengths, implementation=implementation)
-
-
-def append_rows(
-    layer_cache: Any,
-    rotation: Any,
-    key: jax.Array,
-    value: jax.Array,
-    new_lengths: jax.Array,
-    *,
-    implementation: str | None = None,
-) -> Any:
-    """`cache.append_rows` with the page quantizer of the chosen implementation."""
-    quantize = functools.partial(quantize_pages, implementation=implementation)
-    return cache.append_rows(layer_cache, rotation, key, value, new_lengths, quantize=quantize)
 
 
 def quantize_pages(
@@ -77,7 +24,7 @@ def quantize_pages(
     return _choose(
         implementation,
         lambda: _mosaic("quantize_mosaic_gpu").quantize_page_pair,
-        cache.quantize_page_pair,
+        quantize.quantize_page_pair,
         key_pages,
         value_pages,
         rotation,
@@ -85,22 +32,20 @@ def quantize_pages(
 
 
 def decode_attention(
-    query: jax.Array, layer_cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
+    query: jax.Array, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> jax.Array:
     """`attention.decode_attention` by the chosen implementation; float32 [B, N, D]."""
     kernel = None
-    if isinstance(layer_cache, LayerCache):
+    if isinstance(cache, LayerCache):
         kernel = lambda: _mosaic("decode_mosaic_gpu").decode_attention  # noqa: E731
-    return _choose(
-        implementation, kernel, attention.decode_attention, query, layer_cache, rotation, **options
-    )
+    return _choose(implementation, kernel, attention.decode_attention, query, cache, rotation, **options)
 
 
 def chunk_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    layer_cache: Any,
+    cache: Any,
     rotation: Any,
     *,
     implementation: str | None = None,
@@ -108,10 +53,10 @@ def chunk_attention(
 ) -> jax.Array:
     """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D]."""
     kernel = None
-    if isinstance(layer_cache, LayerCache):
+    if isinstance(cache, LayerCache):
         kernel = lambda: _mosaic("prefill_mosaic_gpu").chunk_attention  # noqa: E731
     reference = attention.chunk_attention
-    return _choose(implementation, kernel, reference, query, key, value, layer_cache, rotation, **options)
+    return _choose(implementation, kernel, reference, query, key, value, cache, rotation, **options)
 
 
 def _mosaic(name: str) -> Any:

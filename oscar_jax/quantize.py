@@ -9,6 +9,8 @@ limb products stays below 2**24, so a float32 matrix unit (TF32 and bf16 include
 rounding, in any order. Nothing divides floats, and no float product feeds an addition unless it is exact.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -82,6 +84,23 @@ def quantize_value_pages(
         raise ShapeError(f"value mean {mean.shape}, expected {(transform.shape[0], rows.shape[-1])}")
     codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
     return pack_value_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2)
+
+
+def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    key_codes, key_scale, key_page_mean = quantize_key_pages(
+        key_pages, rotation.key_transform, rotation.key_multiplier
+    )
+    value_codes, value_scale = quantize_value_pages(
+        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+    )
+    return {
+        "key_codes": key_codes,
+        "value_codes": value_codes,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "key_page_mean": key_page_mean,
+    }
 
 
 def dequantize_key_pages(

@@ -32,9 +32,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import cache_format as fmt
-from . import ops
-from .cache import LayerCache, allocate_layer_cache, check_rows, read_layer_cache
+from .cache import allocate_layer_cache, append_rows, check_rows, read_layer_cache
 from .config import CacheConfig, CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
+from .layer_cache import LayerCache
 from .page_pool import AppendPlan, PagePool, PageStateError, PoolStatistics
 
 SNAPSHOT_KIND = "oscar-sequence"
@@ -447,14 +447,14 @@ def append_layer(
     new_lengths: jax.Array,
     implementation: str | None,
 ) -> LayerCache:
-    """`ops.append_rows` as the pool runs it, on a view of the pool's arrays.
+    """`cache.append_rows` as the pool runs it, on a view of the pool's arrays.
 
     Compiled, and the view is donated.
     """
     return _append_compiled(cache, rotation, key, value, new_lengths, implementation=implementation)
 
 
-_append_compiled = jax.jit(ops.append_rows, static_argnames="implementation", donate_argnums=0)
+_append_compiled = jax.jit(append_rows, static_argnames="implementation", donate_argnums=0)
 
 
 def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[Any]) -> CacheConfig:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import cache_format as fmt
-from .cache import DenseCache, LayerCache
 from .config import ShapeError
+from .layer_cache import DenseCache, LayerCache
 from .packing import unpack_key_codes, unpack_value_codes
 
 PAGE = fmt.PAGE_TOKENS

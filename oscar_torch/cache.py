@@ -9,73 +9,16 @@ entries of padding rows can point there.
 `DenseCache` is the BF16 cache beside it: the baseline, and the ring of layers with a short sliding window.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import cache_format as fmt
+from . import ops
 from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
-from .quantize import (
-    dequantize_key_pages,
-    dequantize_value_pages,
-    quantize_key_pages,
-    quantize_value_pages,
-    round_to_bfloat16,
-)
-
-PAGE = fmt.PAGE_TOKENS
-
-
-@dataclasses.dataclass
-class LayerCache:
-    """INT2 pages, BF16 window pages, and the tables that say which sequence owns them.
-
-    P INT2 pages, P' window pages, B sequences. `page_table[b, i]` is the physical page of history page i
-    (tokens sink + 64 i ...). Window slots of a sequence: first the sink pages, then a ring of recent pages:
-    token page p >= sink_pages + history_pages lies in slot sink_pages + (p - sink_pages) % recent_slots.
-    `history_pages[b]` counts the INT2 pages of sequence b; it is `config.history_pages(length)`, or more
-    where a sequence borrowed a prefix or was cut inside its history.
-    """
-
-    key_codes: Tensor  # int32 [P, K, 64, D/16]
-    value_codes: Tensor  # int32 [P, K, D, 4]
-    key_scale: Tensor  # bf16 [P, K, 64]
-    value_scale: Tensor  # bf16 [P, K, 64]
-    key_page_mean: Tensor  # bf16 [P, K, D]
-    window_key: Tensor  # bf16 [P', K, 64, D]
-    window_value: Tensor  # bf16 [P', K, 64, D]
-    page_table: Tensor  # int32 [B, max_pages]
-    window_table: Tensor  # int32 [B, window_slots]
-    lengths: Tensor  # int32 [B]
-    history_pages: Tensor  # int32 [B]
-    config: CacheConfig
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences B."""
-        return self.page_table.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that one sequence's tables can hold."""
-        return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
-
-
-@dataclasses.dataclass
-class DenseCache:
-    """BF16 keys and values of one layer; a ring if shorter than the sequence: token t in slot t % S."""
-
-    key: Tensor  # bf16 [B, S, K, D]
-    value: Tensor  # bf16 [B, S, K, D]
-    lengths: Tensor  # int32 [B]
-    window: int | None = None
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences B."""
-        return self.key.shape[0]
+from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
+from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 
 
 def num_history_pages(length: int, config: CacheConfig) -> int:
@@ -149,6 +92,43 @@ def allocate_dense_cache(
     return DenseCache(key=rows, value=torch.zeros_like(rows), lengths=lengths, window=window)
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    rotation: Any,
+    *,
+    new_lengths: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Any]:
+    """Attends with new tokens and stores them: the one call a decoder layer makes.
+
+    query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
+    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
+    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
+    """
+    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    if query.shape[1] == 1:
+        cache = append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+        out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)
+        return out[:, None], cache
+    out = ops.chunk_attention(
+        query,
+        key,
+        value,
+        cache,
+        rotation,
+        new_lengths=new_lengths,
+        implementation=implementation,
+        **options,
+    )
+    return out, append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+
+
 class NewPages(NamedTuple):
     """The pages a chunk of rows completes, ready to be quantized."""
 
@@ -163,46 +143,37 @@ def append_rows(
     key: Tensor,
     value: Tensor,
     new_lengths: Tensor,
-    quantize: Any = None,
+    *,
+    implementation: str | None = None,
+    check: bool = True,
 ) -> Any:
     """Appends rows to every sequence and quantizes the recent pages that become history.
 
     key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
-    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. `quantize(key_pages, value_pages,
-    rotation)` may replace the reference quantizer. Raises CacheFullError, with nothing changed, when a
-    sequence would outgrow its tables.
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Raises CacheFullError, with nothing
+    changed, when a sequence would outgrow its tables; with check=False (which spares the wait for the device)
+    the caller has called `check_capacity`.
     """
     check_rows(cache, key, value, new_lengths)
-    check_capacity(cache, new_lengths)
+    if check:
+        check_capacity(cache, new_lengths)
     if isinstance(cache, DenseCache):
         return _append_dense(cache, key, value, new_lengths)
+    if key.shape[1] == 1 and ops.append_token(
+        cache, rotation, key, value, new_lengths, implementation=implementation
+    ):
+        return cache
     key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     new_lengths = new_lengths.clamp(0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     if pages.destination.numel():
-        for name, new in (quantize or quantize_page_pair)(pages.key, pages.value, rotation).items():
+        new_pages = ops.quantize_pages(pages.key, pages.value, rotation, implementation=implementation)
+        for name, new in new_pages.items():
             getattr(cache, name)[pages.destination] = new
     _write_window(cache, key, value, new_lengths, history)
     cache.lengths += new_lengths
     cache.history_pages.copy_(history)
     return cache
-
-
-def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: Any) -> dict[str, Tensor]:
-    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
-    key_codes, key_scale, key_page_mean = quantize_key_pages(
-        key_pages, rotation.key_transform, rotation.key_multiplier
-    )
-    value_codes, value_scale = quantize_value_pages(
-        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
-    )
-    return {
-        "key_codes": key_codes,
-        "value_codes": value_codes,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
-        "key_page_mean": key_page_mean,
-    }
 
 
 def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[Tensor, Tensor]:
@@ -225,17 +196,6 @@ def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[T
         return torch.cat([sink, history_pages, recent]).flatten(0, 1)[:length]
 
     return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
-
-
-def recent_slot(page: Any, config: CacheConfig) -> Any:
-    """Window slot of token page `page` (past the sink), an int or an int array."""
-    return config.sink_pages + (page - config.sink_pages) % config.recent_slots
-
-
-def window_pages_used(length: int, history_pages: int, config: CacheConfig) -> int:
-    """BF16 pages that hold tokens of a sequence."""
-    pages = -(-length // PAGE)
-    return pages - history_pages
 
 
 def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:

@@ -7,7 +7,7 @@
 transformers hands new keys and values to `Cache.update` and then calls the attention function with what
 `update` returned. An ordinary cache returns all keys; an INT2 cache must not (that would be the dequantized
 history), so here `update` only notes which layer comes next, and the attention function makes the one call
-that stores the rows and attends: `ops.attend`.
+that stores the rows and attends: `cache.attend`.
 
 Padding. The mask function passes on which of the new columns are tokens. Only those are stored, so sequences
 are ragged inside the cache, and the layout of each depends on its own length alone. `get_seq_length` still
@@ -29,10 +29,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from . import cache_format as fmt
-from . import covariance, ops
-from .cache import DenseCache, LayerCache, allocate_dense_cache, allocate_layer_cache, live_bytes
+from . import covariance
+from .cache import allocate_dense_cache, allocate_layer_cache, append_rows, attend, live_bytes
 from .checkpoint import load_rotation_set
 from .config import CacheConfig, CacheFullError, CheckpointError, ConfigError, ShapeError
+from .layer_cache import DenseCache, LayerCache
 from .page_pool import QuantizedTokensError
 from .rotation import LayerRotation, RotationSet, validate_rotation_set
 
@@ -194,7 +195,7 @@ class OscarLayer(CacheLayerMixin):
         recording = self._begin_recording(columns)
         options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
         if columns == 1:
-            out, self.store = ops.attend(
+            out, self.store = attend(
                 query, key, value, self.store, self.rotation,
                 new_lengths=_int32(counts, key.device), **options,
             )  # fmt: skip
@@ -237,13 +238,13 @@ class OscarLayer(CacheLayerMixin):
                 min(count - n, self.prefill_chunk - (length + n) % self.prefill_chunk)
                 for count, n, length in zip(counts, done, self.lengths)
             ]
-            # Two columns at least: `ops.attend` takes a single one for a decoding step, which differs in
+            # Two columns at least: `cache.attend` takes a single one for a decoding step, which differs in
             # what it sees of a page that is just being quantized.
             step = torch.arange(max(*take, 2), device=device)
             token = _int32(done, device)[:, None] + step
             column = order.gather(1, token.clamp(max=columns - 1))
             new_lengths = _int32(take, device)
-            piece, self.store = ops.attend(
+            piece, self.store = attend(
                 query[rows, column], key[rows, column], value[rows, column], self.store, self.rotation,
                 new_lengths=new_lengths, **options,
             )  # fmt: skip
@@ -404,7 +405,8 @@ class OscarLayer(CacheLayerMixin):
             counts = [size] * len(self.lengths) if part is None else part.sum(dim=1).tolist()
             key, value = _tokens_first(key[:, :size], part), _tokens_first(value[:, :size], part)
             self._reserve(counts)
-            self.store = ops.append_rows(
+            assert self.store is not None
+            self.store = append_rows(
                 self.store, self.rotation, key, value, _int32(counts, key.device),
                 implementation=self.implementation,
             )  # fmt: skip
@@ -471,7 +473,7 @@ class OscarCache(Cache):
     `max_length` (tokens per sequence) memory is allocated once and longer sequences raise CacheFullError;
     without it the pools grow. Layers with a sliding window up to `dense_window` keep a BF16 ring.
     `model_id`, default the hub name in the config, must be the one in the rotations' header.
-    `implementation` is that of `ops.attend`. Raises ConfigError for models this cache cannot serve,
+    `implementation` is that of `cache.attend`. Raises ConfigError for models this cache cannot serve,
     CheckpointError for rotations of another model; nothing is allocated before.
     """
 

@@ -1,8 +1,8 @@
 """Choice of implementation: "eager" (the reference, any device), "triton", "gluon" (Hopper), None (best).
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
-serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer, and
-the reference elsewhere and for shapes that the kernels do not support.
+serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer and
+for shapes that Gluon does not support, and the reference elsewhere.
 """
 
 import functools
@@ -14,135 +14,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, cache
-from .cache import LayerCache
+from . import attention, quantize
 from .config import ConfigError
+from .layer_cache import LayerCache
 
 IMPLEMENTATIONS = ("eager", "triton", "gluon")
 _log = logging.getLogger(__name__)
 
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer_cache: Any,
-    rotation: Any,
-    *,
-    new_lengths: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    sink_logits: Tensor | None = None,
-    implementation: str | None = None,
-) -> tuple[Tensor, Any]:
-    """Attends with new tokens and stores them: the one call a decoder layer makes.
-
-    query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
-    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
-    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
-    """
-    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
-    if query.shape[1] == 1:
-        layer_cache = append_rows(
-            layer_cache, rotation, key, value, new_lengths, implementation=implementation
-        )
-        out = decode_attention(query[:, 0], layer_cache, rotation, implementation=implementation, **options)
-        return out[:, None], layer_cache
-    out = chunk_attention(
-        query,
-        key,
-        value,
-        layer_cache,
-        rotation,
-        new_lengths=new_lengths,
-        implementation=implementation,
-        **options,
-    )
-    return out, append_rows(layer_cache, rotation, key, value, new_lengths, implementation=implementation)
-
-
-def append_rows(
-    layer_cache: Any,
-    rotation: Any,
-    key: Tensor,
-    value: Tensor,
-    new_lengths: Tensor,
-    *,
-    implementation: str | None = None,
-) -> Any:
-    """`cache.append_rows` with the page quantizer of the chosen implementation."""
-    quantize = functools.partial(quantize_pages, implementation=implementation)
-    return cache.append_rows(layer_cache, rotation, key, value, new_lengths, quantize=quantize)
+# Kernel module and function of every implementation but the reference.
+Kernels = dict[str, tuple[str, str]]
+QUANTIZE_PAGES: Kernels = dict.fromkeys(("triton", "gluon"), ("quantize_triton", "quantize_page_pair"))
+APPEND_TOKEN: Kernels = dict.fromkeys(("triton", "gluon"), ("quantize_triton", "append_token"))
+DECODE_ATTENTION: Kernels = {
+    "triton": ("decode_triton", "decode_attention"),
+    "gluon": ("decode_gluon", "decode_attention"),
+}
+CHUNK_ATTENTION: Kernels = dict.fromkeys(("triton", "gluon"), ("prefill_triton", "chunk_attention"))
 
 
 def quantize_pages(
     key_pages: Tensor, value_pages: Tensor, rotation: Any, *, implementation: str | None = None
 ) -> dict[str, Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
-    kernels = {
-        "triton": ("quantize_triton", "quantize_page_pair"),
-        "gluon": ("quantize_triton", "quantize_page_pair"),
-    }
-    return _choose(implementation, kernels, cache.quantize_page_pair, key_pages, value_pages, rotation)
+    choice = _choose(implementation, key_pages, QUANTIZE_PAGES, quantize.quantize_page_pair)
+    return choice(key_pages, value_pages, rotation)
+
+
+def append_token(
+    cache: LayerCache,
+    rotation: Any,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    *,
+    implementation: str | None = None,
+) -> bool:
+    """Stores at most one row [B, 1, K, D] per sequence without waiting for the device, where a kernel can.
+
+    Returns False, with nothing done, where the choice of implementation means the reference.
+    """
+    choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: False)
+    return choice(cache, rotation, key, value, new_lengths) is not False
 
 
 def decode_attention(
-    query: Tensor, layer_cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
+    query: Tensor, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> Tensor:
     """`attention.decode_attention` by the chosen implementation; float32 [B, N, D]."""
-    kernels = {"triton": ("decode_triton", "decode_attention"), "gluon": ("decode_gluon", "decode_attention")}
-    if not isinstance(layer_cache, LayerCache):
-        kernels = {}
-    return _choose(
-        implementation, kernels, attention.decode_attention, query, layer_cache, rotation, **options
-    )
+    kernels = DECODE_ATTENTION if isinstance(cache, LayerCache) else {}
+    choice = _choose(implementation, query, kernels, attention.decode_attention)
+    return choice(query, cache, rotation, **options)
 
 
 def chunk_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layer_cache: Any,
+    cache: Any,
     rotation: Any,
     *,
     implementation: str | None = None,
     **options: Any,
 ) -> Tensor:
     """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D]."""
-    kernels = {
-        "triton": ("prefill_triton", "chunk_attention"),
-        "gluon": ("prefill_triton", "chunk_attention"),
-    }
-    if not isinstance(layer_cache, LayerCache):
-        kernels = {}
-    reference = attention.chunk_attention
-    return _choose(implementation, kernels, reference, query, key, value, layer_cache, rotation, **options)
+    kernels = CHUNK_ATTENTION if isinstance(cache, LayerCache) else {}
+    choice = _choose(implementation, query, kernels, attention.chunk_attention)
+    return choice(query, key, value, cache, rotation, **options)
 
 
-def _choose(
-    implementation: str | None,
-    kernels: dict[str, tuple[str, str]],
-    reference: Callable,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Runs the named implementation, or the best one that supports these arguments."""
+def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, reference: Callable) -> Callable:
+    """The named implementation, or for None the best one for the tensor's device."""
     if implementation not in (*IMPLEMENTATIONS, None):
         raise ConfigError(
             f"implementation = {implementation!r}, allowed: {', '.join(IMPLEMENTATIONS)} or None"
         )
     # A BF16 cache has no INT2 kernel: every choice means the reference.
     if implementation == "eager" or not kernels:
-        return reference(*args, **options)
+        return reference
     if implementation is not None:
-        return _kernel(*kernels[implementation])(*args, **options)
-    best = _best(args[0].device)
-    if best is not None:
-        try:
-            return _kernel(*kernels[best])(*args, **options)
-        except NotImplementedError as reason:
-            _log.info("%s: %s; using the eager reference", kernels[best][0], reason)
-    return reference(*args, **options)
+        return _kernel(*kernels[implementation])
+    best = _best(tensor.device)
+    if not best:
+        return reference
+
+    def best_available(*args: Any, **options: Any) -> Any:
+        for name in best:
+            try:
+                return _kernel(*kernels[name])(*args, **options)
+            except NotImplementedError as reason:
+                _log.info("%s does not serve this: %s", name, reason)
+        return reference(*args, **options)
+
+    return best_available
 
 
 def _kernel(module: str, name: str) -> Callable:
@@ -151,14 +114,15 @@ def _kernel(module: str, name: str) -> Callable:
 
 
 @functools.cache
-def _best(device: torch.device) -> str | None:
-    """The fastest implementation for a device, chosen by compute capability."""
+def _best(device: torch.device) -> tuple[str, ...]:
+    """Implementations to try on a device, fastest first, chosen by compute capability."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return None
+        return ()
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
-        return "gluon"
+        return ("gluon", "triton")
     if major >= 8:
         _log.info("compute capability %d.%d is not Hopper: using the plain Triton kernels", major, minor)
-        return "triton"
-    return None
+        return ("triton",)
+    _log.info("compute capability %d.%d is too old for the kernels: using the reference", major, minor)
+    return ()

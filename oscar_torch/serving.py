@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import cache_format as fmt
-from . import ops
-from .cache import LayerCache, allocate_layer_cache, check_rows, read_layer_cache
+from .cache import allocate_layer_cache, append_rows, check_rows, read_layer_cache
 from .config import CacheConfig, CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
+from .layer_cache import LayerCache
 from .page_pool import AppendPlan, PagePool, PageStateError, PoolStatistics
 
 SNAPSHOT_KIND = "oscar-sequence"
@@ -432,8 +432,8 @@ def append_layer(
     new_lengths: Tensor,
     implementation: str | None,
 ) -> LayerCache:
-    """`ops.append_rows` as the pool runs it, on a view of the pool's arrays."""
-    return ops.append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+    """`cache.append_rows` as the pool runs it, on a view of the pool's arrays."""
+    return append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
 
 
 def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[Any]) -> CacheConfig:

@@ -34,6 +34,7 @@ class Framework:
 
     name: str
     package: str
+    reference: str  # what the package calls its reference implementation
 
     def module(self, name: str) -> Any:
         """Module `name` of the package, e.g. "cache"."""
@@ -90,7 +91,7 @@ class Framework:
 class JaxFramework(Framework):
     """JAX arrays; functions run under jit."""
 
-    name, package = "jax", "oscar_jax"
+    name, package, reference = "jax", "oscar_jax", "xla"
 
     @functools.cache  # noqa: B019  (one instance lives as long as the process)
     def has_gpu(self) -> bool:
@@ -140,7 +141,7 @@ def _jitted(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[.
 class TorchFramework(Framework):
     """Torch tensors; functions run eagerly and without gradients."""
 
-    name, package = "torch", "oscar_torch"
+    name, package, reference = "torch", "oscar_torch", "eager"
 
     @functools.cache  # noqa: B019  (one instance lives as long as the process)
     def has_gpu(self) -> bool:
@@ -337,6 +338,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 class PackageCache:
     """One layer's cache of either package, with NumPy on the outside and bf16 as bits.
 
+    `implementation` is the package's name for what quantizes and attends, its reference by default.
     `settings` are sink_tokens and recent_tokens of the configuration, and what the allocation takes.
     """
 
@@ -350,10 +352,12 @@ class PackageCache:
         query_heads: int | None = None,
         heads: int | None = None,
         dense: bool = False,
+        implementation: str | None = None,
         **settings: Any,
     ):
         heads = heads or len(rotation["key_transform"])
         self.framework, self.device = framework, device
+        self.implementation = implementation or framework.reference
         self.config = framework.module("config").CacheConfig(
             num_key_value_heads=heads,
             num_query_heads=query_heads or heads,
@@ -372,13 +376,14 @@ class PackageCache:
         """Appends rows [B, T, K, D] (bf16 bits), of which new_lengths [B] count; returns itself."""
         with self.framework.device_context(self.device):
             run = self.module.append_rows
-            run = self.framework.compiled(run) if compiled else run
+            run = self.framework.compiled(run, "implementation", "check") if compiled else run
             self.cache = run(
                 self.cache,
                 self.rotation,
                 self.framework.bfloat16(key, self.device),
                 self.framework.bfloat16(value, self.device),
                 self.framework.array(np.asarray(new_lengths, dtype=np.int32), self.device),
+                implementation=self.implementation,
             )
         return self
 
@@ -463,8 +468,9 @@ class PackageCache:
         return self.framework.numpy(self._attention(module, "chunk_attention", arrays, options))
 
     def attend(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any) -> np.ndarray:
-        """`ops.attend`: attends and stores the rows; float32 [B, T, N, D]."""
-        out, self.cache = self._attention("ops", "attend", self._rows(query, key, value), options)
+        """`cache.attend`: attends and stores the rows; float32 [B, T, N, D]."""
+        options.setdefault("implementation", self.implementation)
+        out, self.cache = self._attention("cache", "attend", self._rows(query, key, value), options)
         return self.framework.numpy(out)
 
 

@@ -1,7 +1,7 @@
 """transformers on 2-bit pages: generation against oracles, cache surgery, refusals, calibration.
 
 Models are tiny and random; every oracle is built from something else than the code under test: a DynamicCache
-whose stored rows are rounded to bf16, `ops.attend` on a cache with its own pages, or the definitions in
+whose stored rows are rounded to bf16, `cache.attend` on a cache with its own pages, or the definitions in
 float64. Numbers in brackets are field failures of the design notes' list.
 """
 
@@ -18,8 +18,9 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
 from oscar_torch import cache_format as fmt  # noqa: E402
-from oscar_torch import covariance, hf, ops  # noqa: E402
-from oscar_torch.cache import LayerCache, allocate_layer_cache  # noqa: E402
+from oscar_torch import covariance, hf  # noqa: E402
+from oscar_torch.cache import allocate_layer_cache  # noqa: E402
+from oscar_torch.cache import attend as attend_paged  # noqa: E402
 from oscar_torch.checkpoint import save_safetensors  # noqa: E402
 from oscar_torch.config import (  # noqa: E402
     CacheConfig,
@@ -29,6 +30,7 @@ from oscar_torch.config import (  # noqa: E402
     OscarError,
     ShapeError,
 )
+from oscar_torch.layer_cache import LayerCache  # noqa: E402
 from oscar_torch.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.rotation import LayerRotation, RotationHeader, RotationSet, identity_rotation  # noqa: E402
 
@@ -246,7 +248,7 @@ def test_long_sequences_equal_ops_on_other_pages(monkeypatch):
             for start in range(0, query.shape[1], 512):
                 piece = slice(start, start + 512)
                 new = torch.tensor([query[:, piece].shape[1]], dtype=torch.int32)
-                o, store = ops.attend(
+                o, store = attend_paged(
                     query[:, piece], key[:, piece], value[:, piece], store, layer.rotation,
                     new_lengths=new, scale=scale,
                 )  # fmt: skip

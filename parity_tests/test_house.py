@@ -22,10 +22,10 @@ FOREIGN = {
 # not named here stand above everything: nothing below may import them.
 FLOORS = (
     ("cache_format", "config", "page_pool"),
-    ("packing", "quantize", "covariance", "rotation"),
-    ("cache", "attention"),
+    ("packing", "quantize", "covariance", "rotation", "layer_cache", "attention"),
     ("pallas", "triton_kernels"),
     ("ops",),
+    ("cache",),
 )
 TWINS = ("cache_format", "config", "page_pool")
 
@@ -173,7 +173,7 @@ def public_functions(path: Path) -> dict[str, Signature]:
 
 
 # Files of the core: whatever one package offers here, the other offers too.
-CORE = ("packing", "quantize", "cache", "attention")
+CORE = ("packing", "quantize", "layer_cache", "cache", "attention")
 
 
 @pytest.mark.parametrize("name", sorted(modules("oscar_jax").keys() & modules("oscar_torch").keys() - {""}))

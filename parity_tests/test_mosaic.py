@@ -18,7 +18,13 @@ pytest.importorskip("jax.experimental.mosaic.gpu")
 
 import jax.numpy as jnp  # noqa: E402
 
-from oscar_jax import attention, cache_format, ops, packing  # noqa: E402
+from oscar_jax import (  # noqa: E402
+    attention,
+    cache_format,
+    ops,
+    packing,
+    quantize,
+)
 from oscar_jax import cache as layer_cache  # noqa: E402
 from oscar_jax.cache import LayerCache  # noqa: E402
 from oscar_jax.config import CacheConfig  # noqa: E402
@@ -69,10 +75,10 @@ def random_cache(
     def scales(*shape: int, size: float) -> np.ndarray:
         return np.exp(normal(*shape, size=0.5)) * size
 
-    def words(*shape: int) -> jax.Array:
+    def words(*shape: int) -> Any:
         return jnp.asarray(rng.integers(-(2**31), 2**31, shape), jnp.int32)
 
-    def bfloat16(x: np.ndarray) -> jax.Array:
+    def bfloat16(x: np.ndarray) -> Any:
         return jnp.asarray(x, jnp.bfloat16)
 
     window = [normal(window_pages, heads, PAGE, head_dim) for _ in range(2)]
@@ -315,8 +321,8 @@ def test_quantize_body_writes_the_bytes_of_the_reference(head_dim: int, heads: i
     with emulated():
         got = quantize_mosaic_gpu.quantize_page_pair(key, value, rotation)
         swapped = quantize_mosaic_gpu.quantize_page_pair(value, key, rotation)
-    assert_same_bytes(got, layer_cache.quantize_page_pair(key, value, rotation))
-    assert_same_bytes(swapped, layer_cache.quantize_page_pair(value, key, rotation))
+    assert_same_bytes(got, quantize.quantize_page_pair(key, value, rotation))
+    assert_same_bytes(swapped, quantize.quantize_page_pair(value, key, rotation))
 
 
 def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
@@ -458,7 +464,7 @@ def test_quantize_on_device(head_dim: int, family: str) -> None:
         pair = jnp.asarray(bits.view(jnp.bfloat16.dtype).reshape(pages, PAGE, heads, head_dim))
         rotation = quantizer_rotation(heads, head_dim, rng)
         got = quantize_mosaic_gpu.quantize_page_pair(pair, pair[::-1], rotation)
-        assert_same_bytes(got, layer_cache.quantize_page_pair(pair, pair[::-1], rotation))
+        assert_same_bytes(got, quantize.quantize_page_pair(pair, pair[::-1], rotation))
 
 
 @pytest.mark.hopper
@@ -471,7 +477,7 @@ def test_thousand_steps_on_device_equal_the_reference() -> None:
     caches = {name: layer_cache.allocate_layer_cache(config, batch, 1100) for name in ops.IMPLEMENTATIONS}
     steps = {
         name: jax.jit(
-            lambda q, k, v, n, c, name=name: ops.attend(
+            lambda q, k, v, n, c, name=name: layer_cache.attend(
                 q, k, v, c, rotation, new_lengths=n, scale=head_dim**-0.5, implementation=name
             )
         )

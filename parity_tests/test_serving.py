@@ -134,7 +134,7 @@ class ToyModel:
             | {"o": rng.normal(0, 0.3, (2 * HEADS * DIM, width)).astype(np.float32)}
             for _ in range(LAYERS)
         ]
-        attend = framework.module("ops").attend
+        attend = framework.module("cache").attend
         self.attend = framework.compiled(attend, "scale", "implementation")
 
     @staticmethod

@@ -24,8 +24,9 @@ import numpy as np
 
 from oscar_jax import cache_format as fmt
 from oscar_jax import ops
-from oscar_jax.cache import LayerCache
+from oscar_jax.cache import append_rows
 from oscar_jax.config import CacheConfig
+from oscar_jax.layer_cache import LayerCache
 from oscar_jax.rotation import hadamard_rotation
 
 SHAPES = {  # name -> key/value heads, query heads, head_dim
@@ -196,7 +197,7 @@ def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str
 
     def append(cache: LayerCache, rows: jax.Array) -> LayerCache:
         def step(_: int, cache: LayerCache) -> LayerCache:
-            return ops.append_rows(cache, rotation, rows, rows, new, implementation=options.implementation)
+            return append_rows(cache, rotation, rows, rows, new, implementation=options.implementation)
 
         return jax.lax.fori_loop(0, fmt.PAGE_TOKENS, step, cache)
 

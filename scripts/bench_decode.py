@@ -22,7 +22,8 @@ from bench_attention import random_cache, sequence_bytes, versions
 from flax import nnx
 
 from oscar_jax import ops
-from oscar_jax.cache import DenseCache, append_rows
+from oscar_jax.cache import append_rows
+from oscar_jax.layer_cache import DenseCache
 from oscar_jax.models.cached_attention import CachedAttention
 from oscar_jax.models.config import ModelConfig, RopeConfig
 from oscar_jax.models.decoder import Decoder

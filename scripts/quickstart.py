@@ -7,6 +7,7 @@ import pathlib
 import sys
 import sysconfig
 import time
+from pydoc_data.topics import topics
 
 import jax
 import jax.numpy as jnp
@@ -95,23 +96,21 @@ def run(*words: str) -> None:
 def find_texts(directory: pathlib.Path) -> tuple[list[str], list[str]]:
     """Writes prose and code found on this machine into files; calibration and evaluation share no document.
 
-    Prose: descriptions and licences that Python packages carry. Code: modules of the standard library.
+    Prose: what Python packages say of themselves and their licences, to calibrate; the language reference
+    that `help()` shows, to evaluate. Code: modules of the standard library.
     """
     directory.mkdir(exist_ok=True)
     packages = pathlib.Path(sysconfig.get_path("purelib"))
-    prose: dict[str, str] = {}  # by text, so that a licence found twice counts once
-    for pattern in ("*.dist-info/METADATA", "*.dist-info/**/LICENSE*", "*.dist-info/**/*.txt"):
+    prose: dict[str, None] = {}  # an ordered set: many packages carry the same licence
+    for pattern in ("*.dist-info/METADATA", "*.dist-info/**/LICENSE*"):
         for file in sorted(packages.glob(pattern)):
-            body = file.read_text(encoding="utf-8", errors="ignore") if file.is_file() else ""
-            if file.name == "METADATA":  # the description, without the header lines
-                body = body.partition("\n\n")[2]
-            if len(body) > 2000 and file.name not in ("RECORD", "top_level.txt"):
-                prose.setdefault(body, file.name)
+            body = file.read_text(encoding="utf-8", errors="ignore")
+            # The description of a package follows the header lines of its metadata.
+            prose[body.partition("\n\n")[2] if file.name == "METADATA" else body] = None
     library = pathlib.Path(sysconfig.get_path("stdlib"))
-    bodies = list(prose)
     files = {
-        "calibration_prose.txt": bodies[0::2],
-        "evaluation_prose.txt": bodies[1::2],
+        "calibration_prose.txt": [body for body in prose if len(body) > 2000],
+        "evaluation_prose.txt": [topics[name] for name in sorted(topics, key=str.lower)],
         "calibration_code.txt": read_all(library, CALIBRATION_CODE),
         "evaluation_code.txt": read_all(library, EVALUATION_CODE),
     }

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import ops
-from ..cache import DenseCache, LayerCache, allocate_dense_cache, allocate_layer_cache, live_bytes
+from ..cache import allocate_dense_cache, allocate_layer_cache, attend, live_bytes
 from ..config import ConfigError
+from ..layer_cache import DenseCache, LayerCache
 from ..rotation import LayerRotation
 from .config import ModelConfig
 
@@ -45,7 +45,7 @@ class CachedAttention:
                 f"layer {layer} has an INT2 cache but no rotation, have: {sorted(self.rotations)}"
             )
         dtype = state.key.dtype if isinstance(state, DenseCache) else jnp.bfloat16
-        return ops.attend(
+        return attend(
             query,
             key.astype(dtype),
             value.astype(dtype),

@@ -1,0 +1,72 @@
+"""The cache of one layer as data: INT2 pages, BF16 window pages, and the tables that map sequences to them.
+
+Which tokens are quantized depends on the length of a sequence alone; `cache.py` has the functions that write
+and read. `DenseCache` is the BF16 cache beside it: the baseline, and the ring of layers with a short window.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from . import cache_format as fmt
+from .config import CacheConfig
+
+PAGE = fmt.PAGE_TOKENS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """INT2 pages, BF16 window pages, and the tables that say which sequence owns them.
+
+    P INT2 pages, P' window pages, B sequences. `page_table[b, i]` is the physical page of history page i
+    (tokens sink + 64 i ...). Window slots of a sequence: first the sink pages, then a ring of recent pages:
+    token page p >= sink_pages + history_pages lies in slot sink_pages + (p - sink_pages) % recent_slots.
+    `history_pages[b]` counts the INT2 pages of sequence b; it is `config.history_pages(length)`, or more
+    where a sequence borrowed a prefix or was cut inside its history.
+    """
+
+    key_codes: jax.Array  # int32 [P, K, 64, D/16]
+    value_codes: jax.Array  # int32 [P, K, D, 4]
+    key_scale: jax.Array  # bf16 [P, K, 64]
+    value_scale: jax.Array  # bf16 [P, K, 64]
+    key_page_mean: jax.Array  # bf16 [P, K, D]
+    window_key: jax.Array  # bf16 [P', K, 64, D]
+    window_value: jax.Array  # bf16 [P', K, 64, D]
+    page_table: jax.Array  # int32 [B, max_pages]
+    window_table: jax.Array  # int32 [B, window_slots]
+    lengths: jax.Array  # int32 [B]
+    history_pages: jax.Array  # int32 [B]
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.page_table.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence's tables can hold."""
+        return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache:
+    """BF16 keys and values of one layer; a ring if shorter than the sequence: token t in slot t % S."""
+
+    key: jax.Array  # bf16 [B, S, K, D]
+    value: jax.Array  # bf16 [B, S, K, D]
+    lengths: jax.Array  # int32 [B]
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.key.shape[0]
+
+
+def recent_slot(page: Any, config: CacheConfig) -> Any:
+    """Window slot of token page `page` (past the sink), an int or an int array."""
+    return config.sink_pages + (page - config.sink_pages) % config.recent_slots
