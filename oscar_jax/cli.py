@@ -555,7 +555,7 @@ def _print_evaluation(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     table = Table(title=title, title_justify="left")
     for name in ("method", "bits", "perplexity", "KL mean", "median", "p99", "2nd half", "top-1", "cache MB"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
     for row in rows:
         size = row["cache_bytes"]["all_layers"] / 1e6
         table.add_row(
@@ -569,7 +569,7 @@ def _print_evaluation(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
             f"{100 * row['top1']:.1f} %",
             f"{size:.2f}",
         )
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:

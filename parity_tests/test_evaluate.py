@@ -148,7 +148,10 @@ def test_simulated_caches_read_exact_windows_and_restored_history(tiny: tuple) -
     out, _ = attend(new, cache, jnp.asarray([64], jnp.int32))
 
     end = 64 + 64 * config.cache_config().history_pages(500)
-    restored = fidelity.reconstruct_rows(old[1][0], old[2][0], recipe)
+    restored = cache.restored.key[0, :500], cache.restored.value[0, :500]
+    for rows, expected in zip(restored, fidelity.reconstruct_rows(old[1][0], old[2][0], recipe)):
+        # Compiled apart, a value on the edge between two codes may fall to either side.
+        assert np.mean(np.abs(np.asarray(rows - expected)) > 1e-4) < 1e-3
     mixed = [
         exact[0].astype(jnp.float32).at[64:end].set(rows[64:end]) for exact, rows in zip(old[1:], restored)
     ]
