@@ -15,7 +15,9 @@ fi
 .venv/bin/ruff format --check .
 .venv/bin/pyright
 
-# One worker per core; one thread each, so that the workers do not fight over the cores.
+# One worker per core; one thread each, so that the workers do not fight over the cores. (nproc obeys
+# OMP_NUM_THREADS, hence the order.)
+workers=$(nproc)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
-.venv/bin/python -m pytest -n "$(nproc)" --dist worksteal -q "$@"
+.venv/bin/python -m pytest -n "$workers" --dist worksteal -q "$@"
