@@ -6,6 +6,7 @@ layouts of the PTX manual, copies arrive only when they are waited for, and memo
 written is an error or poison. What it cannot check is the hardware itself and races between warps.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,15 +198,13 @@ class Machine:
         self._active = np.ones(self.threads, bool)
         self._groups: list[list[list]] = [[] for _ in thread]  # per thread: committed groups
         self._open: list[list] = [[] for _ in thread]
+        self._barriers: dict[int, _Barrier] = {}  # by shared address
 
     # ---- values
     def select(self, condition, yes, no):
         if isinstance(yes, Float) or isinstance(no, Float):
             return Float(np.where(condition.value, Float(yes).value, Float(no).value))
         return Int(np.where(condition.value, _bits(yes), _bits(no)))
-
-    def select_pointer(self, condition, yes, no):
-        return _PointerChoice(condition.value, yes, no)
 
     def pack_float16(self, low, high):
         with np.errstate(over="ignore"):
@@ -305,6 +304,47 @@ class Machine:
                     self.shared[target : target + 16] = data
             self._groups[t] = self._groups[t][done:]
 
+    def start_barrier(self, address, offset=0):
+        for at in self._of_active(address, offset):
+            assert at % 8 == 0 and 0 <= at <= self.shared.size - 8 and at not in self._barriers
+            self._barriers[at] = _Barrier()
+
+    def publish_barriers(self):
+        pass
+
+    def order_copies(self):
+        pass
+
+    def expect_bytes(self, barrier, size):
+        for at in self._of_active(barrier):
+            assert not self._barriers[at].expected, "a barrier is armed again before its phase is over"
+            self._barriers[at].expected = size
+
+    def copy_bulk(self, address, pointer, size, barrier, shared_offset=0):
+        targets, barriers = (np.broadcast_to(x.signed, (self.threads,)) for x in (address, barrier))
+        for t in np.flatnonzero(self._active):
+            memory, source = pointer.of(t)
+            target = int(targets[t]) + shared_offset
+            assert 0 <= source <= memory.size - size and source % 16 == 0 and size % 16 == 0
+            assert 0 <= target <= self.shared.size - size and target % 16 == 0
+            self.shared[target : target + size].view(np.uint32)[:] = POISON  # until it has arrived
+            self._barriers[int(barriers[t])].copies.append((target, memory[source : source + size].copy()))
+
+    def wait_barrier(self, barrier, parity):
+        parities = np.broadcast_to(parity.signed, (self.threads,))[self._active]
+        for at, want in set(zip(self._of_active(barrier), parities.tolist())):
+            state = self._barriers[at]
+            if state.parity != want:
+                continue  # the phase before the current one is complete
+            arrived = sum(data.size for _, data in state.copies)
+            assert 0 < state.expected == arrived, f"waits forever: {arrived} of {state.expected} bytes"
+            for target, data in state.copies:
+                self.shared[target : target + data.size] = data
+            self._barriers[at] = _Barrier(state.parity ^ 1)
+
+    def _of_active(self, address, offset=0) -> list[int]:
+        return [int(x) + offset for x in np.broadcast_to(address.signed, (self.threads,))[self._active]]
+
     def sync_warp(self):
         pass
 
@@ -387,17 +427,13 @@ class Machine:
         memory[at[live][:, None] + np.arange(size)] = np.ascontiguousarray(data).view(np.uint8)
 
 
-class _PointerChoice:
-    """A pointer into one of several arrays, by thread."""
+@dataclasses.dataclass
+class _Barrier:
+    """A barrier in shared memory: the phase that it is in, the bytes it expects and the copies under way."""
 
-    def __init__(self, condition, yes, no):
-        self.condition, self.yes, self.no = condition, yes, no
-
-    def at(self, index, stride=1):
-        return _PointerChoice(self.condition, self.yes.at(index, stride), self.no.at(index, stride))
-
-    def of(self, thread):
-        return (self.yes if self.condition[thread] else self.no).of(thread)
+    parity: int = 0
+    expected: int = 0
+    copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 def _pack(low: np.ndarray, high: np.ndarray) -> Int:

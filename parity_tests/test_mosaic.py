@@ -124,7 +124,7 @@ def emulated() -> Iterator[None]:
         counts = (shape.batch, shape.heads, shape.group, shape.partials)
         arrays["out"] = np.full((*counts, shape.head_dim), np.nan, np.float32)
         arrays["lse"] = np.full(counts, np.nan, np.float32)
-        grid = (shape.heads * shape.tiles, shape.partials, shape.batch)
+        grid = (shape.partials, shape.heads * shape.tiles, shape.batch)
         for block in np.ndindex(*grid):
             machine = emulator.Machine(shape.shared_bytes, shape.warps)
             decode_mosaic_gpu.decode_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
@@ -164,8 +164,8 @@ def test_unpacked_bytes_and_halves_are_the_codes_in_the_documented_order() -> No
     value_words = np.asarray(packing.pack_value_codes(jnp.asarray(codes))).view(np.uint32)  # [128, 4]
     seen = set()
     for j, c, register, byte in np.ndindex(2, 4, 4, 4):
-        channel = frag.byte_channel(j, c, register, byte)
-        got = frag.unpack_bytes(key_words[:, 4 * j + c])[register] >> (8 * byte) & 0xFF
+        channel = frag.byte_channel(2, j, c, register, byte)
+        got = frag.unpack_bytes(key_words[:, 2 * c + j])[register] >> (8 * byte) & 0xFF
         assert (got == codes[:, channel] * frag.BYTE_WEIGHTS[register]).all()
         seen.add(channel)
     assert seen == set(range(128))
@@ -180,17 +180,22 @@ def test_unpacked_bytes_and_halves_are_the_codes_in_the_documented_order() -> No
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_staged_key_page_is_a_permutation_without_bank_conflicts(head_dim: int) -> None:
+def test_key_loads_cover_a_page_without_bank_conflicts(head_dim: int) -> None:
     parts = head_dim // 64
-    token, part = np.divmod(np.arange(PAGE * parts), parts)
-    address = frag.key_chunk_address(token, part, parts)
-    assert sorted(address) == list(range(0, 16 * PAGE * parts, 16))
-    assert (address == frag.key_row_address((token & 7) * parts + part, token >> 3)).all()
-    banks = address // 16 % 8
-    for quarter in banks.reshape(-1, 8):  # eight lanes write one after the other's neighbour
-        assert len(set(quarter)) == 8
-    for matrix in range(8 * parts):  # ldmatrix reads the eight rows of a matrix
-        assert len({frag.key_row_address(matrix, g) // 16 % 8 for g in range(8)}) == 8
+    g, c = np.divmod(np.arange(32), 4)
+    seen: list[int] = []
+    for n in range(8):
+        token = frag.key_token(parts, g, n)
+        address = token * 16 * parts + c * 4 * parts
+        for together in (address // 4).reshape(parts, -1):  # lanes that one cycle serves, 4 * parts bytes each
+            banks = (together[:, None] + np.arange(parts)) % 32
+            assert len(set(banks.ravel())) == 32
+        rows = [frag.key_token(parts, g, k) for k in range(8)]
+        for distance in frag.key_turns(parts):
+            rows = [np.where(g & distance, rows[k ^ distance], rows[k]) for k in range(8)]
+        assert (rows[n] == frag.score_token(g, n)).all()
+        seen += token[::4].tolist()
+    assert sorted(seen) == list(range(PAGE))
 
 
 def test_rotated_channels_fill_key_words_in_order() -> None:

@@ -1,7 +1,7 @@
 """One-token attention over INT2 pages for Hopper GPUs (Mosaic GPU): flash decoding with codes in registers.
 
 Every warp is its own flash decoder: it walks whole pages of 64 tokens through a private ring of shared-memory
-stages (`cp.async`), keeps an online softmax in registers, and never meets a block barrier inside the loop.
+stages (bulk copies that report to one barrier per stage), keeps an online softmax in registers, and never meets a block barrier inside the loop.
 The four warps of a block merge once, at the end; blocks write partial outputs and their log-sum-exp, and XLA
 merges them together with the inverse value rotation. One block per sequence and head reads the BF16 window
 pages (sink and recent) in the same launch.
@@ -90,9 +90,14 @@ class DecodeShape:
         return fmt.int2_page_bytes(self.head_dim)
 
     @property
-    def shared_bytes(self) -> int:
+    def barrier_offset(self) -> int:
+        """Where the barriers lie in shared memory, 8 bytes per warp and stage: behind the stages."""
         merge = 2 * self.warps * 8 * 4 + self.warps * self.columns * self.head_dim * 4
         return max(self.warps * self.stages * self.stage_bytes, merge)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barrier_offset + self.warps * self.stages * 8
 
 
 def check_decode_shape(head_dim: int, group: int) -> None:
@@ -107,8 +112,8 @@ def check_decode_shape(head_dim: int, group: int) -> None:
 
 
 def decode_body(m: Any, shape: DecodeShape, block: tuple, refs: dict) -> None:
-    """The kernel for one block. `m` is a register machine, `block` = (tile and head, partial, sequence)."""
-    head_tile, partial, sequence = block
+    """The kernel for one block. `m` is a register machine, `block` = (partial, tile and head, sequence)."""
+    partial, head_tile, sequence = block
     head, tile = head_tile.udiv(shape.tiles), head_tile.umod(shape.tiles)
     where = _Place(m, shape, refs, sequence, head, tile, partial)
     if shape.window_slots:
@@ -196,10 +201,10 @@ def _rotated_query(at: _Place) -> tuple[list[list], list, list]:
     """
     m, shape = at.m, at.shape
     parts = shape.head_dim // 64
-    base = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64)
-    entries = []  # [j][p]: channel 64 j + 16 c + p
+    base = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64 * parts)
+    entries = []  # [j][p]: channel 16 (parts c + j) + p
     for j in range(parts):
-        words = [m.load_global(base, 4, 256 * j + 16 * i) for i in range(4)]
+        words = [m.load_global(base, 4, 64 * j + 16 * i) for i in range(4)]
         entries.append([w.as_float() for four in words for w in four])
     top = functools.reduce(lambda a, b: a.max(b), [x.abs() for row in entries for x in row])
     for distance in (1, 2):
@@ -210,7 +215,7 @@ def _rotated_query(at: _Place) -> tuple[list[list], list, list]:
     operands: list[list] = [[], []]
     for j in range(parts):
         for register, weight in enumerate(frag.BYTE_WEIGHTS):
-            # Byte b of this register meets channel frag.byte_channel(j, c, register, b).
+            # Byte b of this register meets channel frag.byte_channel(parts, j, c, register, b).
             fixed = [(entries[j][register + 4 * b] * steps * (1 / weight)).round_to_int() for b in range(4)]
             total = total + (fixed[0] + fixed[1] + fixed[2] + fixed[3]) * weight
             high = [(v + 128).sar(8) for v in fixed]
@@ -248,57 +253,48 @@ def _history(at: _Place, split: Any) -> None:
     worker, workers = split * shape.warps + m.warp, shape.warps * shape.splits
     first, end = (worker * pages).udiv(workers), ((worker + 1) * pages).udiv(workers)
 
-    # ---- copies: 16 bytes per lane and instruction
+    # ---- copies: one lane asks for the five arrays of a page, and a barrier counts their bytes
     ring = m.shared_base + m.warp * (stages * stage)
-    lane16 = m.lane * 16
+    barriers = m.shared_base + shape.barrier_offset + m.warp * (8 * stages)
     table = m.pointer(refs["page_table"]).at(at.sequence * shape.table_pages, 4)
-    sources = {}
-    for name, size in (("key_codes", 16), ("value_codes", 16), ("key_page_mean", 2)):
-        sources[name] = m.pointer(refs[name]).at(at.head, size * head_dim)
-    for name in ("key_scale", "value_scale"):
-        sources[name] = m.pointer(refs[name]).at(at.head, 2 * PAGE)
-    code_stride, mean_stride, scale_stride = (
-        shape.heads * x for x in (16 * head_dim, 2 * head_dim, 2 * PAGE)
-    )
+    pieces, offset = [], 0  # (this head of page 0, bytes of a head, offset in a stage)
+    for name, size in (
+        ("key_codes", 16 * head_dim),
+        ("value_codes", 16 * head_dim),
+        ("key_page_mean", 2 * head_dim),
+        ("key_scale", 2 * PAGE),
+        ("value_scale", 2 * PAGE),
+    ):
+        pieces.append((m.pointer(refs[name]).at(at.head, size), size, offset))
+        offset += size
+
+    def start_barriers():
+        for n in range(stages):
+            m.start_barrier(barriers, 8 * n)
+        m.publish_barriers()
+
+    m.when(m.lane.eq(0), start_barriers)
+    m.sync_warp()
 
     def physical_page(index):  # means nothing past the end; then nothing is fetched
         return m.load_global(table.at(index.min(shape.table_pages - 1), 4))[0]
 
-    key_slots = [  # where this lane's chunks of the key codes go
-        frag.key_chunk_address((m.lane + 32 * n).udiv(parts), (m.lane + 32 * n).umod(parts), parts)
-        for n in range(head_dim // 32)
-    ]
-    mean_chunks, scale_chunks = head_dim // 8, PAGE // 8
-
     def fetch(slot, page):
-        keys = sources["key_codes"].at(page, code_stride).at(lane16)
-        values = sources["value_codes"].at(page, code_stride).at(lane16)
-        for n in range(head_dim // 32):
-            m.copy_async(slot + key_slots[n], keys, 0, 512 * n)
-        for n in range(head_dim // 32):
-            m.copy_async(slot + lane16, values, value_offset + 512 * n, 512 * n)
-        for n in range(-(-(mean_chunks + 2 * scale_chunks) // 32)):  # mean | key scale | value scale
-            chunk = (m.lane + 32 * n).min(mean_chunks + 2 * scale_chunks - 1)
-            in_mean = chunk.lt(mean_chunks)
-            in_keys = chunk.lt(mean_chunks + scale_chunks)
-            choose = functools.partial(_choose_source, m, in_mean, in_keys)
-            source = choose(sources["key_page_mean"], sources["key_scale"], sources["value_scale"])
-            stride = m.select(in_mean, m.Int(mean_stride), m.Int(scale_stride))
-            start = m.select(in_mean, m.Int(0), m.Int(mean_chunks))
-            start = m.select(in_keys, start, m.Int(mean_chunks + scale_chunks))
-            source = source.at(page, stride).at((chunk - start) * 16)
-            m.copy_async(slot + chunk * 16, source, mean_offset, 0)
+        barrier, target = barriers + slot * 8, ring + slot * stage
+        m.order_copies()
+        m.expect_bytes(barrier, stage)
+        for source, size, offset in pieces:
+            m.copy_bulk(target, source.at(page, shape.heads * size), size, barrier, offset)
 
     def fetch_if_mine(index, slot, page):
-        m.when(index.lt(end), lambda: fetch(slot, page))
-        m.commit_copies()
+        m.when(m.lane.eq(0) & index.lt(end), lambda: fetch(slot, page))
 
     # Of the ring's stages one holds the page whose values are still to be summed, one the page whose scores
     # are computed; the others are on their way.
     ahead = stages - 2
     table_ahead = [physical_page(first + n) for n in range(ahead + 1)]
     for n in range(ahead):
-        fetch_if_mine(first + n, ring + n * stage, table_ahead[n])
+        fetch_if_mine(first + n, m.Int(n), table_ahead[n])
 
     # ---- right operands
     key_operands, start, top = _rotated_query(at)
@@ -307,20 +303,23 @@ def _history(at: _Place, split: Any) -> None:
     mean_unit = [t.reciprocal() * _FIXED_MAX for t in top]  # of q . mean, in units of the integer sums
     slack = [(u.max(_TINY)).reciprocal() * _SLACK for u in score_unit]
 
-    # ---- loads out of a stage: lane 8i + r addresses row r of matrix 4n + i
-    row, matrix = m.lane & 7, m.lane >> 3
-    key_rows = [frag.key_row_address(matrix + 4 * n, row) for n in range(2)]  # then every 1024 bytes
+    # ---- loads out of a stage
+    key_rows = [frag.key_token(parts, at.g, n) * (16 * parts) + at.c * (4 * parts) for n in range(8)]
+    turns = frag.key_turns(parts)
+    turned = [(at.g & distance).ne(0) for distance in turns]
 
-    def load_keys(slot):  # -> words[r][j]: word 4j + c of token 8g + r
-        words = []
-        for n in range(2 * parts):
-            words += m.load_matrices(slot + key_rows[n & 1], 1024 * (n >> 1))
-        return [words[r * parts : (r + 1) * parts] for r in range(8)]
+    def in_token_order(rows):  # of token key_token(parts, g, n) -> of token 8g + r
+        for distance, swap in zip(turns, turned):
+            rows = [m.select(swap, rows[n ^ distance], rows[n]) for n in range(8)]
+        return rows
+
+    def load_keys(slot):  # -> words[n][j]: word parts * c + j of token frag.key_token(parts, g, n)
+        return [m.load_shared(slot + key_rows[n], parts) for n in range(8)]
 
     def load_values(slot):  # -> words[i]: word c of channel 8i + g
         words = []
         for n in range(head_dim // 32):
-            words += m.load_matrices(slot + lane16, value_offset + 512 * n)
+            words += m.load_matrices(slot + m.lane * 16, value_offset + 512 * n)
         return words
 
     def load_mean(slot):  # -> one left operand per 16 channels, all of whose rows are the page's mean key
@@ -351,7 +350,7 @@ def _history(at: _Place, split: Any) -> None:
         key_scale = scales(load_scales(slot, key_scale_offset))
         mean_acc = _dense_scores(at, load_mean(slot), mean_operands)
         mean_score = [x * u for x, u in zip(_lane_scores(at, mean_acc, 0), mean_unit)]
-        score = []
+        sums_of_rows = [[] for _ in heads]
         for pair in range(4):  # two row tiles share one product
             left = [[frag.unpack_bytes(w) for w in words[2 * pair + h]] for h in range(2)]
             if shape.paired:
@@ -369,9 +368,11 @@ def _history(at: _Place, split: Any) -> None:
                     whole = [(sums[0][2 * h] << 8) + sums[0][2 * h + 1]]
                 else:
                     whole = [(sums[0][2 * h + e] << 8) + sums[1][2 * h + e] for e in heads]
-                token_scale = key_scale[2 * pair + h]
-                score.append([x.to_float().fma(token_scale, mean_score[e]) for e, x in enumerate(whole)])
+                for row, x in zip(sums_of_rows, whole):
+                    row.append(x)
             acc = add_values(values, right, acc, range(pair * tiles // 4, (pair + 1) * tiles // 4))
+        whole = [in_token_order(rows) for rows in sums_of_rows]
+        score = [[whole[e][r].to_float().fma(key_scale[r], mean_score[e]) for e in heads] for r in range(8)]
         return score, acc
 
     def add_values(values, right, acc, some_tiles):
@@ -387,16 +388,16 @@ def _history(at: _Place, split: Any) -> None:
         return acc
 
     def page_step(carry):
-        index, page, slot, value_slot, write = carry[:5]
-        right, state = carry[5:13], carry[13:]
-        m.wait_copies(ahead - 1)
-        m.sync_warp()
-        fetch_if_mine(index + ahead, ring + write, page)
+        index, page, slot, value_slot, write, parity = carry[:6]
+        right, state = carry[6:14], carry[14:]
+        m.wait_barrier(barriers + slot * 8, parity)
+        m.sync_warp()  # every lane has read what the stage `write` held
+        fetch_if_mine(index + ahead, write, page)
         page_after = physical_page(index + (ahead + 1))
         maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
-        score, acc = scores_and_values(ring + slot, ring + value_slot, right, acc)
+        score, acc = scores_and_values(ring + slot * stage, ring + value_slot * stage, right, acc)
         state = [*maximum, *total, *weighted, exponent, inverse, *acc]
-        value_scale_words = load_scales(ring + slot, key_scale_offset + 2 * PAGE)
+        value_scale_words = load_scales(ring + slot * stage, key_scale_offset + 2 * PAGE)
 
         # Online softmax. The branch is taken by the whole warp, and rarely: a new maximum, a larger value
         # scale, or a page that is not full.
@@ -453,23 +454,24 @@ def _history(at: _Place, split: Any) -> None:
             right.append(m.transpose_8x8(m.pack_float16(*columns)))
 
         def advance(x):
-            return m.select(x.eq((stages - 1) * stage), m.Int(0), x + stage)
+            return m.select(x.eq(stages - 1), m.Int(0), x + 1)
 
+        after = advance(slot)
+        parity = parity ^ after.eq(0).to_int()
         return [
-            *(index + 1, page_after, advance(slot), slot, advance(write), *right),
+            *(index + 1, page_after, after, slot, advance(write), parity, *right),
             *(*maximum, *total, *weighted, exponent, inverse, *acc),
         ]
 
     zero = m.Float(0.0)
     state = [m.Float(_EMPTY)] * n_heads + [zero] * (2 * n_heads) + [m.Int(1), zero] + [zero] * (4 * tiles)
     # Before the first page P is zero, and whatever codes the last stage seems to hold are finite.
-    slots = [m.Int(0), m.Int((stages - 1) * stage), m.Int(ahead * stage)]
-    init = [first, table_ahead[ahead], *slots, *[m.Int(0)] * 8, *state]
+    slots = [m.Int(0), m.Int(stages - 1), m.Int(ahead)]
+    init = [first, table_ahead[ahead], *slots, m.Int(0), *[m.Int(0)] * 8, *state]
     carry = m.loop((end - first).max(0), init, page_step)
-    value_slot, right = carry[3], carry[5:13]
-    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[13:])
-    acc = add_values(load_values(ring + value_slot), right, acc, range(tiles))
-    m.wait_copies(0)
+    value_slot, right = carry[3], carry[6:14]
+    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[14:])
+    acc = add_values(load_values(ring + value_slot * stage), right, acc, range(tiles))
 
     total, weighted = _sum_rows(m, total), _sum_rows(m, weighted)
     unit = (exponent << 23).as_float() * (2.0**-_P_SHIFT / frag.HALF_UNIT)
@@ -479,10 +481,6 @@ def _history(at: _Place, split: Any) -> None:
         return 16 * u + 8 * h + at.g, weighted[e].fma(-1.5, value)
 
     _merge_warps(at, [x * u for x, u in zip(maximum, score_unit)], total, output)
-
-
-def _choose_source(m: Any, in_mean: Any, in_keys: Any, mean: Any, key_scale: Any, value_scale: Any) -> Any:
-    return m.select_pointer(in_mean, mean, m.select_pointer(in_keys, key_scale, value_scale))
 
 
 def _sum_rows(m: Any, xs: list) -> list:
@@ -671,7 +669,7 @@ def _decode_kernel(shape: DecodeShape) -> Any:
     from .registers import Int, MosaicMachine
 
     def body(*refs):
-        block = [lax.axis_index(name) for name in ("head_tile", "partial", "sequence")]
+        block = [lax.axis_index(name) for name in ("partial", "head_tile", "sequence")]
         splat = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
@@ -690,8 +688,9 @@ def _decode_kernel(shape: DecodeShape) -> Any:
             jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
-        grid=(shape.heads * shape.tiles, shape.partials, shape.batch),
-        grid_names=("head_tile", "partial", "sequence"),
+        # The last axis runs fastest: all BF16 windows start first, and what they leave idle fills up.
+        grid=(shape.partials, shape.heads * shape.tiles, shape.batch),
+        grid_names=("partial", "head_tile", "sequence"),
         num_threads=shape.warps // WARPGROUP,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],

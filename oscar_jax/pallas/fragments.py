@@ -9,13 +9,13 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
 
     keys, D = 128 (rows = tokens, contraction = channels; mma m16n8k32, unsigned 8-bit x signed 8-bit)
 
-    token t = 8g + r          lane 4g + c holds, for each r = 0..7 and j = 0..D/64-1,
-    row t of key_codes         the word w = 4j + c of token 8g + r:
+    row t of key_codes         lane 4g + c holds, for each n = 0..7 and j = 0..D/64-1,
+                               the word w = D/64 * c + j of token 8g + (n ^ turn(g)):
     +----+----+----+----+----+----+----+----+
     | w0 | w1 | w2 | w3 | w4 | w5 | w6 | w7 |       word w = channels 16w .. 16w+15
     +----+----+----+----+----+----+----+----+       channel 16w + p at bits 2p, 2p+1
-      c=0  c=1  c=2  c=3  c=0  c=1  c=2  c=3
-      '------ j=0 ------' '------ j=1 ------'
+      c=0  c=0  c=1  c=1  c=2  c=2  c=3  c=3
+      j=0  j=1  j=0  j=1  j=0  j=1  j=0  j=1
 
     word & 0x03030303        = bytes (code 0, code 4, code  8, code 12)      register 0, weight 1
     word & 0x0c0c0c0c        = bytes (code 1, code 5, code  9, code 13) * 4  register 1, weight 4
@@ -23,10 +23,15 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
     word >> 4 & 0x0c0c0c0c   = bytes (code 3, code 7, code 11, code 15) * 4  register 3, weight 4
 
     A (16 tokens x 32)      k =  4c .. 4c+3         k = 16+4c .. 16+4c+3
-      row g   = token 8g+2u      register 2s of (2u,   j)   register 2s+1 of (2u,   j)
-      row g+8 = token 8g+2u+1    register 2s of (2u+1, j)   register 2s+1 of (2u+1, j)
-    for the product's k-step (j, s), s = 0, 1. So k = 4c + b of register p is channel 64j + 16c + p + 4b.
+      row g   : n = 2u           register 2s of (2u,   j)   register 2s+1 of (2u,   j)
+      row g+8 : n = 2u + 1       register 2s of (2u+1, j)   register 2s+1 of (2u+1, j)
+    for the product's k-step (j, s), s = 0, 1. So k = 4c + b of register p is channel 16w + p + 4b.
     The weight is undone in the query: its entries are fixed-point numbers divided by 1 or 4.
+
+    Pages are staged as they lie in memory, D/4 bytes per token. Lanes that read together hold different g;
+    were all of them to read token 8g + n, their addresses would fall into the same banks, so lane g reads
+    token 8g + (n ^ turn(g)) with turn(g) the low bits of g. The scores are put back in order afterwards
+    (8 numbers per lane and head instead of 8 D/64 words): row g of score tile r is then token 8g + r.
 
     values (rows = channels, contraction = tokens; mma m16n8k16, float16 with float32 sums)
 
@@ -36,8 +41,8 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
     so k = 2c + b of register i is token 16c + i + 8b: exactly the order in which the transposed
     scores leave the first product (row g of tile i is token 8g + i). The weight is undone in P.
 
-Both operands come out of shared memory with `ldmatrix`, which hands row g, bytes 4c..4c+3 of an 8x16-byte
-matrix to lane 4g + c: natural word order costs no more instructions than any other order would.
+Value words come out of shared memory with `ldmatrix`, which hands row g, bytes 4c..4c+3 of an 8x16-byte
+matrix to lane 4g + c; key words with one vector load per token.
 """
 
 BYTE_FIELDS = ((0, 0x03030303), (0, 0x0C0C0C0C), (4, 0x03030303), (4, 0x0C0C0C0C))  # (shift, mask)
@@ -59,9 +64,19 @@ def unpack_halves(word):
     return [(word if i < 5 else low) & (0x00030003 << 2 * e) for i, e in enumerate(HALF_EXPONENTS)]
 
 
-def byte_channel(j, c, register, byte):
-    """Channel of byte `byte` of register `register` of key word 4j + c."""
-    return 64 * j + 16 * c + register + 4 * byte
+def byte_channel(parts, j, c, register, byte):
+    """Channel of byte `byte` of register `register` of key word parts * c + j (parts = D/64)."""
+    return 16 * (parts * c + j) + register + 4 * byte
+
+
+def key_turns(parts):
+    """The bits of g in turn(g): enough that the 8 / parts tokens that one cycle can read differ."""
+    return tuple(distance for distance in (1, 2, 4) if distance * parts < 8)
+
+
+def key_token(parts, g, n):
+    """Token (0..63) that lane row g reads n-th (0..7) from the codes of a staged key page."""
+    return 8 * g + (n ^ (g & (8 // parts - 1)))
 
 
 def half_token(c, register, half):
@@ -85,22 +100,6 @@ def dense_channel(block, c, word, half):
 def dense_value_channel(block, g, word):
     """Channel of row g after the 8x8 transpose of word `word` of a bf16 value row's 32-channel block."""
     return 32 * block + 8 * (g >> 1) + 2 * word + (g & 1)
-
-
-def key_chunk_address(token, part, parts):
-    """Byte address, in a staged page, of the 16-byte part `part` (of D/64) of the codes of key `token`.
-
-    Matrix q = r * parts + part holds the tokens 8g + r in its rows g, so that ldmatrix hands tokens
-    8g .. 8g+7 to one lane; rows are rotated by exclusive or, so that neither the copies that write a page
-    nor the matrix loads hit one bank twice.
-    """
-    matrix = (token & 7) * parts + part
-    return matrix * 128 + (((token >> 3) ^ (matrix & 7)) << 4)
-
-
-def key_row_address(matrix, g):
-    """Byte address of row g of matrix `matrix` = r * parts + part in a staged page (tokens 8g + r)."""
-    return matrix * 128 + ((g ^ (matrix & 7)) << 4)
 
 
 def row_token(g, half):

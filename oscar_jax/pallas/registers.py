@@ -261,9 +261,6 @@ class MosaicMachine:
         yes, no = (x if isinstance(x, kind) else kind(x) for x in (yes, no))
         return kind(arith.select(condition.value, yes.value, no.value))
 
-    def select_pointer(self, condition, yes, no):
-        return Pointer(arith.select(condition.value, yes.value, no.value))
-
     def pack_float16(self, low, high):
         """Two floats rounded to float16 in one word."""
         return Int(_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", [high.value, low.value], [_i32()])[0])
@@ -373,6 +370,37 @@ class MosaicMachine:
     def wait_copies(self, newest_allowed: int):
         """Waits until at most `newest_allowed` groups of this thread are still on their way."""
         mosaic_utils.inline_ptx(f"cp.async.wait_group {newest_allowed};")
+
+    def start_barrier(self, address, offset=0):
+        """Makes 8 bytes of shared memory a barrier that completes by one `expect_bytes` and those bytes."""
+        mosaic_utils.inline_ptx(f"mbarrier.init.shared.b64 [$0+{offset}], 1;", address.value)
+
+    def publish_barriers(self):
+        """Shows the barriers that this thread started to the unit that copies."""
+        mosaic_utils.inline_ptx("fence.mbarrier_init.release.cluster;")
+
+    def order_copies(self):
+        """Orders what this thread has seen of shared memory before the bulk copies that it starts next."""
+        mosaic_utils.inline_ptx("fence.proxy.async.shared::cta;")
+
+    def expect_bytes(self, barrier, size: int):
+        mosaic_utils.inline_ptx(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};", barrier.value)
+
+    def copy_bulk(self, address, pointer, size: int, barrier, shared_offset=0):
+        """Starts one copy of `size` bytes (16 n) from global to shared memory; the barrier counts them."""
+        code = (
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            f"[$0+{shared_offset}], [$1], {size}, [$2];"
+        )
+        mosaic_utils.inline_ptx(code, address.value, pointer.value, barrier.value)
+
+    def wait_barrier(self, barrier, parity):
+        """Waits until the barrier's current phase, of parity 0, 1, 0, ..., is complete."""
+        code = (
+            "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; "
+            "@p bra DONE; bra WAIT; DONE: }"
+        )
+        mosaic_utils.inline_ptx(code, barrier.value, parity.value)
 
     def sync_warp(self):
         mosaic_utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
