@@ -485,15 +485,16 @@ def save_statistics(statistics: Mapping[int, covariance.LayerStatistics], path: 
     """Writes the statistics as float64 safetensors: other bases can be fitted without another pass."""
     from safetensors.numpy import save_file
 
-    arrays, metadata = {}, {}
+    arrays, scalars = {}, {}
     for layer, entry in statistics.items():
         for field in dataclasses.fields(entry):
             value = getattr(entry, field.name)
             if isinstance(value, np.ndarray):
                 arrays[f"{layer}.{field.name}"] = value
             elif value is not None:
-                metadata[f"{layer}.{field.name}"] = str(value)
-    save_file(arrays, path, metadata=metadata)
+                scalars[f"{layer}.{field.name}"] = value
+    # One metadata entry: the library writes several in no fixed order, and equal statistics are equal bytes.
+    save_file(arrays, path, metadata={"scalars": json.dumps(scalars, sort_keys=True)})
 
 
 def load_statistics(path: pathlib.Path) -> dict[int, covariance.LayerStatistics]:
@@ -503,15 +504,14 @@ def load_statistics(path: pathlib.Path) -> dict[int, covariance.LayerStatistics]
     layers: dict[int, dict[str, Any]] = {}
     try:
         with safe_open(path, "numpy") as stored:
-            metadata = stored.metadata() or {}
-            names = [*stored.keys(), *metadata]
-            for name in names:
-                layer, _, field = name.partition(".")
-                value = metadata[name] if name in metadata else stored.get_tensor(name)
-                layers.setdefault(int(layer), {})[field] = int(value) if field == "tokens" else value
+            values = {name: stored.get_tensor(name) for name in stored.keys()}
+            values |= json.loads(stored.metadata()["scalars"])
+        for name, value in values.items():
+            layer, _, field = name.partition(".")
+            layers.setdefault(int(layer), {})[field] = value
         optional: dict[str, Any] = {"surrogate_value_covariance": None, "exact_value_covariance": None}
         found = {k: covariance.LayerStatistics(**(optional | v)) for k, v in sorted(layers.items())}
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a statistics file: {error}") from None
     for layer, entry in found.items():
         if entry.version != covariance.STATISTICS_VERSION:

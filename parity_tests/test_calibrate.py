@@ -174,8 +174,11 @@ def test_statistics_survive_the_disk(tmp_path: Path) -> None:
         matrices[0], matrices[1], means[0], means[1], matrices[2], None, matrices[3], tokens=77
     )
     path = tmp_path / calibrate.STATISTICS_FILE
-    calibrate.save_statistics({3: entry}, path)
-    (found,) = calibrate.load_statistics(path).values()
+    calibrate.save_statistics({3: entry, 5: entry}, path)
+    written = path.read_bytes()
+    calibrate.save_statistics({3: entry, 5: entry}, path)
+    assert path.read_bytes() == written
+    found, _ = calibrate.load_statistics(path).values()
     for field in dataclasses.fields(entry):
         assert np.array_equal(getattr(entry, field.name), getattr(found, field.name))
     path.write_bytes(path.read_bytes()[:100])
