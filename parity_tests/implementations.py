@@ -55,6 +55,10 @@ class Framework:
     def has_gpu(self) -> bool:
         raise NotImplementedError
 
+    def place(self, device: str) -> Any:
+        """The framework's own name for `device`."""
+        raise NotImplementedError
+
     def array(self, values: np.ndarray, device: str) -> Any:
         """A framework array of the same dtype and shape on `device`."""
         raise NotImplementedError
@@ -102,15 +106,20 @@ class JaxFramework(Framework):
         except RuntimeError:
             return False
 
+    def place(self, device: str) -> Any:
+        import jax
+
+        return jax.devices(device)[0]
+
     def device_context(self, device: str) -> Any:
         import jax
 
-        return jax.default_device(jax.devices(device)[0])
+        return jax.default_device(self.place(device))
 
     def array(self, values: np.ndarray, device: str) -> Any:
         import jax
 
-        return jax.device_put(values, jax.devices(device)[0])
+        return jax.device_put(values, self.place(device))
 
     def bfloat16(self, bits: np.ndarray, device: str) -> Any:
         import ml_dtypes
@@ -124,8 +133,8 @@ class JaxFramework(Framework):
     def versions(self, device: str) -> dict[str, str]:
         import jax
 
-        kind = jax.devices(device)[0].device_kind
-        return {"jax": jax.__version__, "device": processor_name() if device == "cpu" else kind}
+        name = processor_name() if device == "cpu" else self.place(device).device_kind
+        return {"jax": jax.__version__, "device": name}
 
     def compiled(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
         return _jitted(function, static)
@@ -149,24 +158,24 @@ class TorchFramework(Framework):
 
         return torch.cuda.is_available()
 
-    def _device(self, device: str) -> str:
+    def place(self, device: str) -> str:
         return "cuda" if device == "gpu" else device
 
     def device_context(self, device: str) -> Any:
         import torch
 
-        return torch.device(self._device(device))
+        return torch.device(self.place(device))
 
     def array(self, values: np.ndarray, device: str) -> Any:
         import torch
 
-        return torch.from_numpy(np.array(values)).to(self._device(device))
+        return torch.from_numpy(np.array(values)).to(self.place(device))
 
     def bfloat16(self, bits: np.ndarray, device: str) -> Any:
         import torch
 
         # Torch has few operations on uint16; int16 carries the same bits.
-        return torch.from_numpy(np.array(bits).view(np.int16)).view(torch.bfloat16).to(self._device(device))
+        return torch.from_numpy(np.array(bits).view(np.int16)).view(torch.bfloat16).to(self.place(device))
 
     def numpy(self, array: Any) -> np.ndarray:
         import torch
@@ -310,12 +319,38 @@ def triton_pages() -> QuantizePages:
     )
 
 
+def _mosaic_pages() -> QuantizePages:
+    """The Mosaic quantizer as compiled models run it: under jit."""
+
+    def function(attribute: str) -> Callable[[], Any]:
+        framework = FRAMEWORKS["jax"]
+        return lambda: framework.compiled(getattr(framework.module("pallas.quantize_mosaic_gpu"), attribute))
+
+    return package_pages(FRAMEWORKS["jax"], function("quantize_key_pages"), function("quantize_value_pages"))
+
+
+def _no_hopper(device: str) -> str | None:
+    """Why Mosaic GPU kernels cannot run, or None; asked only where JAX sees a GPU."""
+    capability = getattr(FRAMEWORKS["jax"].place(device), "compute_capability", "unknown")
+    if str(capability).split(".")[0] != "9":
+        return f"no Hopper GPU: the compute capability is {capability}"
+    return None
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
         Implementation("oracle", None, ("cpu",), _oracle_pages),
         _reference("xla", FRAMEWORKS["jax"]),
         _reference("torch", FRAMEWORKS["torch"]),
+        Implementation(
+            "mosaic_gpu",
+            FRAMEWORKS["jax"],
+            ("gpu",),
+            _mosaic_pages(),
+            _no_hopper,
+            head_dims=(64, 128, 256),
+        ),
         Implementation(
             "triton",
             FRAMEWORKS["torch"],

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import nnx
 
 import oscar_torch.cache
 import oscar_torch.checkpoint
-from oscar_jax import cache, checkpoint, text
+from oscar_jax import cache, checkpoint
 from oscar_jax import cache_format as fmt
 from oscar_jax.calibrate import ROTATION_DIRECTORY
-from oscar_jax.cli import load_once
 from oscar_jax.cli import main as oscar
-from oscar_jax.models.checkpoint import resolve_model_path
-from oscar_jax.models.decoder import CapturingAttention, CausalAttention, Decoder
 from oscar_jax.rotation import RotationSet, hadamard_rotation
+from parity_tests.capture_rows import capture_rows
 
 OUT = pathlib.Path("quickstart-out")
 METHODS = "bf16,int2,published,hadamard,naive"
@@ -134,14 +131,7 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
     The rows are the model's own keys and values of `PARITY_TOKENS` tokens. Layers without a fitted rotation
     (short sliding windows stay BF16 in use) take Hadamard; the whole set travels through one file.
     """
-    model, config, tokenizer = load_once(str(resolve_model_path(model_name)), None)
-    stream = text.read_stream(
-        files, lambda part: tokenizer.encode(part, add_special_tokens=False), PARITY_TOKENS
-    )
-    head = [] if config.bos_token_id is None else [config.bos_token_id]
-    tokens = jnp.asarray([*head, *stream.tokens])[None, :PARITY_TOKENS]
-    captured = capture_rows(model, tokens)
-
+    config, captured = capture_rows(model_name, files, PARITY_TOKENS)
     fitted = checkpoint.load_rotation_set(rotation_directory)
     plain = hadamard_rotation(config.num_key_value_heads, config.head_dim)
     layers = {layer: fitted.layers.get(layer, plain) for layer in range(config.num_layers)}
@@ -173,17 +163,10 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
     return {
         "layers": config.num_layers,
         "fitted_layers": len(fitted.layers),
-        "tokens": int(tokens.shape[1]),
+        "tokens": captured[0][1].shape[1],
         "bytes": compared,
         "different_bytes": different,
     }
-
-
-@nnx.jit
-def capture_rows(model: Decoder, tokens: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """Query, key and value rows of every layer for tokens [1, T]."""
-    attention = CapturingAttention(CausalAttention(model.config))
-    return [rows for _, rows in model.hidden_states(tokens, attention=attention)[1]]
 
 
 def geometry_of_torch(geometry):
