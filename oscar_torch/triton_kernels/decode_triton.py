@@ -1,14 +1,15 @@
-"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: three launches, no host wait.
+"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: five launches, no host wait.
 
 Why: the history is never dequantized to memory. Codes become fp16 subnormals (code * 2**-24) by masks alone;
 the query is rotated instead of the keys, the output instead of the values.
 
-1. `_prepare_kernel`: rotates the query, takes its product with every page's mean key, and finds the largest
-   value scale (which keeps the probabilities inside fp16).
+1. `_rotate_kernel`: rotates the query. `_prepare_kernel`: its product with every page's mean key, the largest
+   value scale (which keeps the probabilities inside fp16), and for Gluon the rotated query as bytes.
 2. `_stage_kernel`: split-KV flash attention. Splits 0 .. S-1 walk over INT2 pages; S .. S+W-1 take one
    BF16 page each (sink or recent). Partials: o float32 [B, N, S + W, D], log2-sum-exp [B, N, S + W].
    `decode_gluon.py` replaces this stage on Hopper.
-3. `_merge_kernel`: merges the partials, applies the output transform, adds value mean and sink logits.
+3. `_merge_kernel`: merges the partials, adds value mean and sink logits; `_rotate_kernel` once more applies
+   the output transform to the INT2 part.
 
 Scores are in log2 units everywhere. Runs in Triton's CPU interpreter. Format page, section 5.
 """
@@ -36,9 +37,9 @@ LOG2_E = math.log2(math.e)
 class Tuning:
     """How the plain stage runs: programs per multiprocessor, warps, pipeline stages."""
 
-    programs_per_processor: int = 3
-    warps: int = 4
-    stages: int = 2
+    programs_per_processor: int = 12
+    warps: int = 1
+    stages: int = 3
 
 
 TUNING = Tuning()
@@ -71,6 +72,40 @@ def unpack_codes(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         tl.join(tl.join(_code(words, 3), _code(words, 11)), tl.join(_code(words, 7), _code(words, 15))),
     )
     return tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _code_pair(words, MASK: tl.constexpr):
+    """The two halves of the masked words as fp16 [..., 2]: codes of place i of a half, times 4**i * 2**-24."""
+    pair = words & MASK
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(low, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+
+
+@triton.jit
+def unpack_in_place(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Words int32 [ROWS, COLUMNS / 16] -> fp16 [ROWS, COLUMNS]; one mask for two codes, no other operation.
+
+    Column ((word // 4) * 8 + i) * 8 + 2 * (word % 4) + b is code 8 b + i of the word, times 2**-24 and 4**i
+    (4**(i - 5) from i = 5 on): the order in which a lane of the matrix unit reads its own words.
+    """
+    words = tl.reshape(words, (ROWS, COLUMNS // 64, 4))
+    high = words >> 10
+    pair0 = tl.join(_code_pair(words, 0x00030003), _code_pair(words, 0x000C000C))
+    pair1 = tl.join(_code_pair(words, 0x00300030), _code_pair(words, 0x00C000C0))
+    pair2 = tl.join(_code_pair(words, 0x03000300), _code_pair(high, 0x00030003))
+    pair3 = tl.join(_code_pair(high, 0x000C000C), _code_pair(high, 0x00300030))
+    codes = tl.join(tl.join(pair0, pair1), tl.join(pair2, pair3))  # [ROWS, C / 64, 4, b, i0, i1, i2]
+    return tl.reshape(tl.permute(codes, (0, 1, 6, 5, 4, 2, 3)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _in_place_order(columns):
+    """(code index, 4**-i) of the columns that `unpack_in_place` makes."""
+    i = (columns >> 3) & 7
+    code = (columns & -64) + 16 * ((columns >> 1) & 3) + 8 * (columns & 1) + i
+    place = tl.where(i >= 5, i - 5, i)
+    return code, 1.0 / (1 << (2 * place)).to(tl.float32)
 
 
 @triton.jit
@@ -108,66 +143,90 @@ def _store_query_limbs(
 
 
 @triton.jit
+def _rotate_kernel(
+    rows_ptr, transform_ptr, stride_rotation, factor, out_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(D / COLUMNS), K, B): out = factor * rows @ transform; with ADD it is added."""
+    channels = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(1)
+    g = tl.arange(0, ROWS)
+    row = (tl.program_id(2) * K + head) * G + g
+    out_offset = row[:, None] * D + channels[None, :]
+    out_mask = (g < G)[:, None] & (channels < D)[None, :]
+    out = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for chunk in tl.static_range(0, D, CHUNK):
+        c = chunk + tl.arange(0, CHUNK)
+        mask = (c < D)[:, None] & (channels < D)[None, :]
+        t_offset = head * stride_rotation * D * D + c[:, None] * D + channels[None, :]
+        t = tl.load(transform_ptr + t_offset, mask=mask, other=0.0)
+        mask = (g < G)[:, None] & (c < D)[None, :]
+        part = tl.load(rows_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        out = tl.dot(part, t, acc=out, input_precision="tf32x3")
+    out *= factor
+    if ADD:
+        out += tl.load(out_ptr + out_offset, mask=out_mask, other=0.0)
+    tl.store(out_ptr + out_offset, out, mask=out_mask)
+
+
+@triton.jit
 def _prepare_kernel(
-    query_ptr, query_transform_ptr, stride_rotation, key_page_mean_ptr, value_scale_ptr,
+    query_ptr, rotated_ptr, key_page_mean_ptr, value_scale_ptr,
     page_table_ptr, stride_table, history_ptr, softmax_scale,
-    rotated_ptr, factor_ptr, bias_ptr, page_score_ptr, value_max_ptr,
+    limbs_ptr, factor_ptr, bias_ptr, page_score_ptr, value_max_ptr,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LIMBS: tl.constexpr,
+    EXACT_QUERY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1 + blocks, K, B): program 0 rotates the query, program 1 + i covers history pages 64 i ..."""
-    block = tl.program_id(0) - 1
+    """Grid (LIMBS + blocks, K, B): one program splits the query, the others take BLOCK pages each."""
+    block = tl.program_id(0) - LIMBS
     head = tl.program_id(1)
     b = tl.program_id(2)
     slot = b * K + head
     rows = tl.arange(0, ROWS)
     query_head = query_ptr + slot * G * D
     if block < 0:
-        channels = tl.arange(0, DP)
-        rotated = tl.zeros((ROWS, DP), tl.float32)
-        for chunk in range(0, D, CHUNK):
-            c = chunk + tl.arange(0, CHUNK)
-            mask = (rows < G)[:, None] & (c < D)[None, :]
-            q = tl.load(query_head + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-            mask = (c < D)[:, None] & (channels < D)[None, :]
-            t_offset = head * stride_rotation * D * D + c[:, None] * D + channels[None, :]
-            t = tl.load(query_transform_ptr + t_offset, mask=mask, other=0.0)
-            rotated = tl.dot(q, t, acc=rotated, input_precision="tf32x3")
-        rotated = rotated * softmax_scale
         if LIMBS:
+            channels = tl.arange(0, DP)
+            mask = (rows < G)[:, None] & (channels < D)[None, :]
+            offset = (slot * G + rows)[:, None] * D + channels[None, :]
+            rotated = tl.load(rotated_ptr + offset, mask=mask, other=0.0)
             _store_query_limbs(
-                rotated, rotated_ptr + slot * 2 * GP * D, factor_ptr + slot * GP, bias_ptr + slot * GP,
+                rotated, limbs_ptr + slot * 2 * GP * D, factor_ptr + slot * GP, bias_ptr + slot * GP,
                 rows, GP, D, ROWS,
             )  # fmt: skip
-        else:
-            mask = (rows < G)[:, None] & (channels < D)[None, :]
-            tl.store(rotated_ptr + (slot * G + rows)[:, None] * D + channels[None, :], rotated, mask=mask)
     else:
+        # The table is read without waiting for the count of pages.
         history = tl.load(history_ptr + b)
+        page = block * BLOCK + tl.arange(0, BLOCK)
+        entry = tl.load(page_table_ptr + b * stride_table + page, mask=page < stride_table, other=0)
+        valid = page < history
+        largest = 0.0
         if block * BLOCK < history:
-            page = block * BLOCK + tl.arange(0, BLOCK)
-            valid = page < history
-            physical = tl.load(page_table_ptr + b * stride_table + page, mask=valid, other=0).to(tl.int64)
-            physical = physical * K + head
-            scores = tl.zeros((BLOCK, ROWS), tl.float32)
-            for chunk in range(0, D, CHUNK):
-                c = chunk + tl.arange(0, CHUNK)
-                mask = valid[:, None] & (c < D)[None, :]
-                mean = _widen(
-                    tl.load(key_page_mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0)
-                )
-                mask = (c < D)[:, None] & (rows < G)[None, :]
-                q = tl.load(query_head + rows[None, :] * D + c[:, None], mask=mask, other=0.0).to(tl.float32)
-                scores = tl.dot(mean, q, acc=scores, input_precision="tf32x3")
-            out = page_score_ptr + (slot * stride_table + page)[:, None] * GP + rows[None, :]
-            tl.store(out, scores * softmax_scale, mask=valid[:, None] & (rows < GP)[None, :])
+            physical = tl.where(valid, entry, 0).to(tl.int64) * K + head
             tokens = tl.arange(0, PAGE)
             mask = valid[:, None] & (tokens >= 0)[None, :]
             scale = tl.load(value_scale_ptr + physical[:, None] * PAGE + tokens[None, :], mask=mask, other=0)
+            scores = tl.zeros((BLOCK, ROWS), tl.float32)
+            for chunk in tl.static_range(0, D, CHUNK):
+                c = chunk + tl.arange(0, CHUNK)
+                mask = valid[:, None] & (c < D)[None, :]
+                raw = tl.load(key_page_mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0)
+                mask = (c < D)[:, None] & (rows < G)[None, :]
+                q = tl.load(query_head + rows[None, :] * D + c[:, None], mask=mask, other=0.0).to(tl.float32)
+                # bf16 is exact in TF32, a float32 query in two of them.
+                mean = _widen(raw)
+                if EXACT_QUERY:
+                    scores = tl.dot(mean, q, acc=scores, input_precision="tf32")
+                else:
+                    coarse = (q.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                    scores = tl.dot(mean, coarse, acc=scores, input_precision="tf32")
+                    scores = tl.dot(mean, q - coarse, acc=scores, input_precision="tf32")
+            out = page_score_ptr + (slot * stride_table + page)[:, None] * GP + rows[None, :]
+            tl.store(out, scores * softmax_scale, mask=valid[:, None] & (rows < GP)[None, :])
             largest = _widen(tl.max(tl.max(scale.to(tl.int32), 1), 0).to(tl.int16))
-        else:
-            largest = 0.0
-        tl.store(value_max_ptr + slot * (tl.num_programs(0) - 1) + block, largest)
+        tl.store(value_max_ptr + slot * (tl.num_programs(0) - LIMBS) + block, largest)
 
 
 @triton.jit
@@ -207,17 +266,24 @@ def _history_split(
 ):  # fmt: skip
     """Flash attention over one split of the INT2 pages. page_score_ptr and value_max_ptr are at the slot."""
     rows = tl.arange(0, ROWS)
-    channels = tl.arange(0, DP)
+    columns = tl.arange(0, DP)
     tokens = tl.arange(0, PAGE)
     first = tl.minimum(tl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
     low, high = _split_range(first, history, split, SPLITS)
-    mask = (channels < D)[:, None] & (rows < G)[None, :]
-    q = tl.load(rotated_ptr + (slot * G + rows)[None, :] * D + channels[:, None], mask=mask, other=0.0)
+    # The query in the order of the unpacked codes, with the weights of their places taken out.
+    channel, place = _in_place_order(columns)
+    mask = (channel < D)[:, None] & (rows < G)[None, :]
+    q = tl.load(rotated_ptr + (slot * G + rows)[None, :] * D + channel[:, None], mask=mask, other=0.0)
     largest = tl.max(tl.abs(q), 0)
     unit = tl.where(largest > 0, largest, 1.0) * (1.0 / 1024)
     q = (q / unit[None, :]).to(tl.float16)
     query_sum = 1.5 * tl.sum(q.to(tl.float32), 0)
-    value_unit = _value_unit(value_max_ptr, blocks, BLOCKS) * (1.0 / 1024)
+    q = (q.to(tl.float32) * place[:, None]).to(tl.float16)
+    value_unit = _value_unit(value_max_ptr, blocks, BLOCKS) * (1.0 / 32768)
+    # Rows of the score tile are tokens in the order of the unpacked value codes.
+    token, token_place = _in_place_order(tokens)
+    weight_unit = token_place / value_unit
+    restore = 1.0 / token_place
     word = tl.arange(0, DP // 16)
     token_word = tl.arange(0, PAGE // 16)
     m = tl.full((ROWS,), -1e30, tl.float32)
@@ -226,38 +292,39 @@ def _history_split(
     acc = tl.zeros((DP, ROWS), tl.float32)
     for page in range(low, high):
         physical = tl.load(page_table_ptr + page).to(tl.int64) * K + head
-        word_mask = (tokens >= 0)[:, None] & (word < D // 16)[None, :]
         offset = physical * (PAGE * D // 16)
-        key_words = tl.load(
-            key_codes_ptr + offset + tokens[:, None] * (D // 16) + word[None, :], mask=word_mask, other=0
-        )
-        channel_mask = (channels < D)[:, None] & (token_word >= 0)[None, :]
-        value_words = tl.load(
-            value_codes_ptr + offset + channels[:, None] * (PAGE // 16) + token_word[None, :],
-            mask=channel_mask, other=0,
-        )  # fmt: skip
-        key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + tokens))
-        value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + tokens))
+        key_offset = offset + token[:, None] * (D // 16) + word[None, :]
+        value_offset = offset + columns[:, None] * (PAGE // 16) + token_word[None, :]
+        if D == DP:
+            key_words = tl.load(key_codes_ptr + key_offset)
+            value_words = tl.load(value_codes_ptr + value_offset)
+        else:
+            word_mask = (tokens >= 0)[:, None] & (word < D // 16)[None, :]
+            key_words = tl.load(key_codes_ptr + key_offset, mask=word_mask, other=0)
+            channel_mask = (columns < D)[:, None] & (token_word >= 0)[None, :]
+            value_words = tl.load(value_codes_ptr + value_offset, mask=channel_mask, other=0)
+        key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + token))
+        value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + token))
         page_score = tl.load(page_score_ptr + page * GP + rows, mask=rows < G, other=0.0)
-        score = tl.dot(unpack_codes(key_words, PAGE, DP), q) * CODE_UNIT - query_sum[None, :]
+        score = tl.dot(unpack_in_place(key_words, PAGE, DP), q) * CODE_UNIT - query_sum[None, :]
         score = score * key_scale[:, None] * unit[None, :] + page_score[None, :]
         if SLIDING:
-            visible = tokens + (SINK_PAGES + page) * PAGE >= oldest
+            visible = token + (SINK_PAGES + page) * PAGE >= oldest
             score = tl.where(visible[:, None], score, -1e30)
         m_new = tl.maximum(m, tl.max(score, 0))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(score - m_new[None, :])
         if SLIDING:
             p = tl.where(visible[:, None], p, 0.0)
-        weight = p * (value_scale / value_unit)[:, None]
+        weight = p * (value_scale * weight_unit)[:, None]
         l = l * alpha + tl.sum(p, 0)
-        weight_sum = weight_sum * alpha + tl.sum(weight, 0)
-        acc = tl.dot(unpack_codes(value_words, DP, PAGE), weight.to(tl.float16), acc=acc * alpha[None, :])
+        weight_sum = weight_sum * alpha + tl.sum(weight * restore[:, None], 0)
+        acc = tl.dot(unpack_in_place(value_words, DP, PAGE), weight.to(tl.float16), acc=acc * alpha[None, :])
         m = m_new
     safe = tl.where(l > 0, l, 1.0)
     o = (acc * CODE_UNIT - 1.5 * weight_sum[None, :]) * (value_unit / safe)[None, :]
-    mask = (channels < D)[:, None] & (rows < G)[None, :]
-    tl.store(o_ptr + out_rows[None, :].to(tl.int64) * D + channels[:, None], o, mask=mask)
+    mask = (columns < D)[:, None] & (rows < G)[None, :]
+    tl.store(o_ptr + out_rows[None, :].to(tl.int64) * D + columns[:, None], o, mask=mask)
     tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
 
 
@@ -333,64 +400,45 @@ def _stage_kernel(
 
 @triton.jit
 def _merge_kernel(
-    o_ptr, lse_ptr, output_transform_ptr, value_mean_ptr, stride_rotation, sink_ptr, out_ptr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    TOTAL: tl.constexpr, TOTAL_P: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr,
+    o_ptr, lse_ptr, value_mean_ptr, stride_rotation, sink_ptr, history_out_ptr, out_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TOTAL: tl.constexpr,
+    TOTAL_P: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, SINK_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(G / HEADS), K, B): merge TOTAL partials of HEADS query heads, rotate the INT2 part back."""
-    head = tl.program_id(1)
-    b = tl.program_id(2)
-    g = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    row = (b * K + head) * G + g
-    channels = tl.arange(0, DP)
-    s = tl.arange(0, TOTAL_P)
-    mask = (g < G)[:, None] & (s < TOTAL)[None, :]
-    lse = tl.load(lse_ptr + row[:, None] * TOTAL + s[None, :], mask=mask, other=-float("inf"))
-    m = tl.max(lse, 1)
+    """Grid (B * N, ceil(D / COLUMNS)): the weighted sum of TOTAL partials of one query head.
+
+    The INT2 part, still rotated, goes to history_out; the BF16 part plus the value mean goes to out.
+    """
+    row = tl.program_id(0)
+    query_head = row % (K * G)
+    channels = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = row.to(tl.int64) * TOTAL
+    i = tl.arange(0, TOTAL_P)
+    lse = tl.load(lse_ptr + rows + i, mask=i < TOTAL, other=-float("inf"))
+    m = tl.max(lse, 0)
     if SINK_LOGITS:
-        sink = tl.load(sink_ptr + head * G + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sink_ptr + query_head).to(tl.float32) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m > -float("inf"), m, 0.0)
-    weight = tl.exp2(lse - m[:, None])
-    denominator = tl.sum(weight, 1)
+    weight = tl.exp2(lse - m)
+    denominator = tl.sum(weight, 0)
     if SINK_LOGITS:
         denominator += tl.exp2(sink - m)
-    denominator = tl.where(denominator > 0, denominator, 1.0)
-    history_weight = tl.sum(tl.where((s < SPLITS)[None, :], weight, 0.0), 1) / denominator
-    history = tl.zeros((HEADS, DP), tl.float32)
-    window = tl.zeros((HEADS, DP), tl.float32)
-    for start in range(0, TOTAL, STEP):
+    inverse = 1.0 / tl.where(denominator > 0, denominator, 1.0)
+    history_weight = tl.sum(tl.where(i < SPLITS, weight, 0.0), 0)
+    history = tl.zeros((COLUMNS,), tl.float32)
+    window = tl.zeros((COLUMNS,), tl.float32)
+    for start in tl.static_range(0, TOTAL, STEP):
         i = start + tl.arange(0, STEP)
-        step_mask = (i < TOTAL)[:, None] & (g < G)[None, :]
-        step_lse = tl.load(lse_ptr + row[None, :] * TOTAL + i[:, None], mask=step_mask, other=-float("inf"))
-        w = tl.exp2(step_lse - m[None, :]) / denominator[None, :]
-        o_offset = (row[None, :] * TOTAL + i[:, None]).to(tl.int64)[:, :, None] * D + channels[None, None, :]
-        o_mask = (w > 0)[:, :, None] & (channels < D)[None, None, :]
-        o = tl.load(o_ptr + o_offset, mask=o_mask, other=0.0) * w[:, :, None]
-        is_history = (i < SPLITS)[:, None, None]
-        history += tl.sum(tl.where(is_history, o, 0.0), 0)
-        window += tl.sum(tl.where(is_history, 0.0, o), 0)
-    mean = _widen(tl.load(value_mean_ptr + head * stride_rotation * D + channels, mask=channels < D, other=0))
-    out = window + history_weight[:, None] * mean[None, :]
-    out_mask = (g < G)[:, None] & (channels < D)[None, :]
-    transform_ptr = output_transform_ptr + head * stride_rotation * D * D
-    if CHUNK == DP:
-        mask = (channels < D)[:, None] & (channels < D)[None, :]
-        t = tl.load(transform_ptr + channels[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        out = tl.dot(history, t, acc=out, input_precision="tf32x3")
-    else:  # a register tile cannot be cut into chunks: pass it through the output rows
-        tl.store(out_ptr + row[:, None] * D + channels[None, :], history, mask=out_mask)
-        tl.debug_barrier()
-        for chunk in range(0, D, CHUNK):
-            c = chunk + tl.arange(0, CHUNK)
-            part_mask = (g < G)[:, None] & (c < D)[None, :]
-            part = tl.load(out_ptr + row[:, None] * D + c[None, :], mask=part_mask, other=0.0)
-            chunk_mask = (c < D)[:, None] & (channels < D)[None, :]
-            t = tl.load(transform_ptr + c[:, None] * D + channels[None, :], mask=chunk_mask, other=0.0)
-            out = tl.dot(part, t, acc=out, input_precision="tf32x3")
-        tl.debug_barrier()
-    tl.store(out_ptr + row[:, None] * D + channels[None, :], out, mask=out_mask)
+        w = tl.exp2(tl.load(lse_ptr + rows + i, mask=i < TOTAL, other=-float("inf")) - m)
+        mask = (i < TOTAL)[:, None] & (channels < D)[None, :]
+        o = tl.load(o_ptr + (rows + i)[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        history += tl.sum(o * tl.where(i < SPLITS, w, 0.0)[:, None], 0)
+        window += tl.sum(o * tl.where(i < SPLITS, 0.0, w)[:, None], 0)
+    mean_offset = (query_head // G) * stride_rotation * D + channels
+    mean = _widen(tl.load(value_mean_ptr + mean_offset, mask=channels < D, other=0))
+    out = (window + history_weight * mean) * inverse
+    tl.store(history_out_ptr + row * D + channels, history * inverse, mask=channels < D)
+    tl.store(out_ptr + row * D + channels, out, mask=channels < D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,7 +486,7 @@ def plan_decode(query: torch.Tensor, cache, rotation, programs: int) -> DecodePl
         heads=heads,
         group=group,
         head_dim=head_dim,
-        padded_dim=max(32, triton.next_power_of_2(head_dim)),
+        padded_dim=max(64, triton.next_power_of_2(head_dim)),
         padded_group=max(4, triton.next_power_of_2(group)),
         blocks=triton.cdiv(max_pages, PAGES_PER_BLOCK),
         splits=splits,
@@ -459,26 +507,42 @@ class Prepared:
     value_max: torch.Tensor  # float32 [B, K, blocks]
 
 
+def _rotate(
+    plan: DecodePlan, rows: torch.Tensor, transform: torch.Tensor, factor: float, out: torch.Tensor,
+    add: bool,
+) -> None:  # fmt: skip
+    """Launches `_rotate_kernel` on rows and out [B, K * G, D]."""
+    columns = min(32, plan.padded_dim)
+    _rotate_kernel[(triton.cdiv(plan.head_dim, columns), plan.heads, plan.batch)](
+        rows, transform, plan.stride_rotation, factor, out,
+        K=plan.heads, G=plan.group, D=plan.head_dim, CHUNK=min(128, plan.padded_dim), COLUMNS=columns,
+        ROWS=16, ADD=add, num_warps=4,
+    )  # fmt: skip
+
+
 def prepare(plan: DecodePlan, query: torch.Tensor, cache, rotation, scale: float, limbs: bool) -> Prepared:
     """Launches the prepare kernel: rotated query, products with the page means, largest value scales."""
     device, shape = query.device, (plan.batch, plan.heads)
+    rotated = torch.empty((*shape, plan.group, plan.head_dim), device=device)
+    _rotate(plan, query, rotation.query_transform, scale * LOG2_E, rotated, add=False)
     if limbs:
-        rotated = torch.empty((*shape, 2 * plan.padded_group, plan.head_dim), dtype=torch.int8, device=device)
+        result = torch.empty((*shape, 2 * plan.padded_group, plan.head_dim), dtype=torch.int8, device=device)
         factor = torch.empty((2, *shape, plan.padded_group), device=device)
     else:
-        rotated = torch.empty((*shape, plan.group, plan.head_dim), device=device)
+        result = rotated
         factor = torch.empty((2, 1), device=device)
     max_pages = cache.page_table.shape[1]
     page_score = torch.empty((*shape, max_pages, plan.padded_group), device=device)
     value_max = torch.empty((*shape, plan.blocks), device=device)
-    _prepare_kernel[(1 + plan.blocks, plan.heads, plan.batch)](
-        query, rotation.query_transform, plan.stride_rotation, cache.key_page_mean.view(torch.int16),
+    _prepare_kernel[(limbs + plan.blocks, plan.heads, plan.batch)](
+        query, rotated, cache.key_page_mean.view(torch.int16),
         cache.value_scale.view(torch.int16), cache.page_table, max_pages, cache.history_pages,
-        scale * LOG2_E, rotated, factor[0], factor[1], page_score, value_max,
+        scale * LOG2_E, result, factor[0], factor[1], page_score, value_max,
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, DP=plan.padded_dim,
-        ROWS=16, CHUNK=min(plan.padded_dim, 64), BLOCK=PAGES_PER_BLOCK, LIMBS=limbs, num_warps=4,
+        ROWS=16, CHUNK=min(plan.padded_dim, 128), BLOCK=PAGES_PER_BLOCK,
+        LIMBS=int(limbs), EXACT_QUERY=query.dtype != torch.float32, num_warps=4,
     )  # fmt: skip
-    return Prepared(rotated, factor[0], factor[1], page_score, value_max)
+    return Prepared(result, factor[0], factor[1], page_score, value_max)
 
 
 def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -490,21 +554,22 @@ def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Ten
 def merge(
     plan: DecodePlan, o: torch.Tensor, lse: torch.Tensor, rotation, sink_logits: torch.Tensor | None
 ) -> torch.Tensor:
-    """Launches the merge kernel -> float32 [B, N, D]."""
+    """Launches the merge and the rotation back -> float32 [B, N, D]."""
     query_heads = plan.heads * plan.group
     if sink_logits is not None and sink_logits.shape != (query_heads,):
         raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected ({query_heads},)")
-    out = torch.empty((plan.batch, query_heads, plan.head_dim), device=o.device)
-    # One head per program while the batch is small; then a group shares one reading of the transform.
-    rows = 1 if plan.batch * query_heads <= 256 else plan.padded_group
-    _merge_kernel[(triton.cdiv(plan.group, rows), plan.heads, plan.batch)](
-        o, lse, rotation.output_transform, rotation.value_mean.view(torch.int16), plan.stride_rotation,
-        lse if sink_logits is None else sink_logits, out,
-        K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SPLITS=plan.splits,
-        TOTAL=plan.total, TOTAL_P=triton.next_power_of_2(plan.total), HEADS=rows, STEP=max(1, 32 // rows),
-        CHUNK=plan.padded_dim if plan.padded_dim <= 128 else 32, SINK_LOGITS=sink_logits is not None,
-        num_warps=8,
+    history, out = torch.empty((2, plan.batch, query_heads, plan.head_dim), device=o.device)
+    columns = min(32, plan.padded_dim)
+    blocks = triton.cdiv(plan.head_dim, columns)
+    padded_total = triton.next_power_of_2(plan.total)
+    _merge_kernel[(plan.batch * query_heads, blocks)](
+        o, lse, rotation.value_mean.view(torch.int16), plan.stride_rotation,
+        lse if sink_logits is None else sink_logits, history, out,
+        K=plan.heads, G=plan.group, D=plan.head_dim, SPLITS=plan.splits, TOTAL=plan.total,
+        TOTAL_P=padded_total, STEP=min(256, padded_total), COLUMNS=columns,
+        SINK_LOGITS=sink_logits is not None, num_warps=4,
     )  # fmt: skip
+    _rotate(plan, history, rotation.output_transform, 1.0, out, add=True)
     return out
 
 
