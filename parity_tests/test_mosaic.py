@@ -30,6 +30,7 @@ from oscar_jax.cache import LayerCache  # noqa: E402
 from oscar_jax.config import CacheConfig  # noqa: E402
 from oscar_jax.pallas import decode_mosaic_gpu, prefill_mosaic_gpu, quantize_mosaic_gpu  # noqa: E402
 from oscar_jax.pallas import fragments as frag  # noqa: E402
+from oscar_jax.pallas.tuning import DecodePlan  # noqa: E402
 from oscar_jax.rotation import hadamard_rotation  # noqa: E402
 from parity_tests import mosaic_emulator as emulator  # noqa: E402
 from parity_tests import rows as row_families  # noqa: E402
@@ -187,7 +188,7 @@ def test_key_loads_cover_a_page_without_bank_conflicts(head_dim: int) -> None:
     for n in range(8):
         token = frag.key_token(parts, g, n)
         address = token * 16 * parts + c * 4 * parts
-        for together in (address // 4).reshape(parts, -1):  # lanes that one cycle serves, 4 * parts bytes each
+        for together in (address // 4).reshape(parts, -1):  # the lanes that one cycle serves
             banks = (together[:, None] + np.arange(parts)) % 32
             assert len(set(banks.ravel())) == 32
         rows = [frag.key_token(parts, g, k) for k in range(8)]
@@ -232,6 +233,25 @@ def test_emulator_delivers_copies_only_when_waited_for() -> None:
     assert (machine.load_shared(machine.thread * 16)[0].value == emulator.POISON).all()
     machine.wait_copies(0)
     assert (machine.load_shared(machine.thread * 16)[0].value == 4 * np.arange(128)).all()
+
+
+def test_emulator_delivers_bulk_copies_by_their_barrier() -> None:
+    machine = emulator.Machine(4096, 4)
+    source = np.arange(64, dtype=np.int32)
+    barrier, first = emulator.Int(2048), machine.thread.eq(0)
+
+    def fetch(size: int) -> None:
+        machine.expect_bytes(barrier, size)
+        machine.copy_bulk(emulator.Int(0), machine.pointer(source), 256, barrier)
+
+    machine.when(first, lambda: machine.start_barrier(barrier))
+    machine.when(first, lambda: fetch(256))
+    assert (machine.load_shared(machine.lane * 4)[0].value == emulator.POISON).all()
+    machine.wait_barrier(barrier, emulator.Int(0))
+    assert (machine.load_shared(machine.lane * 4)[0].value == machine.lane.value).all()
+    machine.when(first, lambda: fetch(512))
+    with pytest.raises(AssertionError, match="waits forever"):
+        machine.wait_barrier(barrier, emulator.Int(1))
 
 
 def test_emulator_refuses_accesses_outside_an_array_and_divided_warps() -> None:
@@ -295,6 +315,15 @@ def test_decode_body_survives_extreme_scales_and_scores() -> None:
 def _first(cache: LayerCache, batch: int) -> LayerCache:
     names = ("page_table", "window_table", "lengths", "history_pages")
     return dataclasses.replace(cache, **{n: getattr(cache, n)[:batch] for n in names})
+
+
+@pytest.mark.parametrize("window_pages", [1, 3, 100])
+def test_decode_body_reads_every_page_once_however_the_splits_are_weighted(window_pages: int) -> None:
+    query, cache, rotation, options = decode_case(1, 2, 64)
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: DecodePlan(3, 4, 3, window_pages))
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
+    assert_close(got, attention.decode_attention(query, cache, rotation, **options))
 
 
 def test_prefill_body_equals_reference() -> None:

@@ -1,10 +1,10 @@
 """One-token attention over INT2 pages for Hopper GPUs (Mosaic GPU): flash decoding with codes in registers.
 
-Every warp is its own flash decoder: it walks whole pages of 64 tokens through a private ring of shared-memory
-stages (bulk copies that report to one barrier per stage), keeps an online softmax in registers, and never meets a block barrier inside the loop.
-The four warps of a block merge once, at the end; blocks write partial outputs and their log-sum-exp, and XLA
-merges them together with the inverse value rotation. One block per sequence and head reads the BF16 window
-pages (sink and recent) in the same launch.
+Every warp is its own flash decoder: it walks whole pages of 64 tokens through a private ring of
+shared-memory stages (bulk copies that report to one barrier per stage), keeps an online softmax in registers,
+and never meets a block barrier inside the loop. The four warps of a block merge once, at the end; blocks
+write partial outputs and their log-sum-exp, and XLA merges them together with the inverse value rotation. One
+block per sequence and head reads the BF16 window pages (sink and recent) in the same launch.
 
 The two products of a page run on warp-level matrix instructions with the codes as left operand; see
 `fragments.py` for the mapping. Scores: the rotated query becomes a 15-bit fixed-point vector, split into two
@@ -59,6 +59,7 @@ class DecodeShape:
     warps: int  # of a block, a multiple of 4; more warps leave each of them fewer registers
     sink_pages: int = 0
     window_slots: int = 0  # 0: only INT2 pages
+    window_pages: int = 0  # INT2 pages that a block reads while another one reads a window, if that delays it
 
     @property
     def paired(self) -> bool:
@@ -250,8 +251,12 @@ def _history(at: _Place, split: Any) -> None:
     # ---- this warp's pages. A sequence may be cut inside its last page: tokens past its end do not count.
     stored = (at.scalar("lengths", at.sequence) - shape.sink_pages * PAGE).max(0)
     pages = at.scalar("history_pages", at.sequence).min((stored + (PAGE - 1)) >> 6)
-    worker, workers = split * shape.warps + m.warp, shape.warps * shape.splits
-    first, end = (worker * pages).udiv(workers), ((worker + 1) * pages).udiv(workers)
+    # The last splits may start only when the window blocks are done: they get the fewer pages for it.
+    load = pages + shape.window_pages
+    begin = (split * load).udiv(shape.splits).min(pages)
+    own = ((split + 1) * load).udiv(shape.splits).min(pages) - begin
+    first = begin + (m.warp * own).udiv(shape.warps)
+    end = begin + ((m.warp + 1) * own).udiv(shape.warps)
 
     # ---- copies: one lane asks for the five arrays of a page, and a barrier counts their bytes
     ring = m.shared_base + m.warp * (stages * stage)
@@ -726,6 +731,7 @@ def decode_shape(
         warps=plan.warps,
         sink_pages=cache.config.sink_pages,
         window_slots=cache.config.window_slots if windows else 0,
+        window_pages=plan.window_pages if windows else 0,
     )
 
 

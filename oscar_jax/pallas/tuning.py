@@ -8,30 +8,39 @@ MULTIPROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp."""
+    """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp.
+
+    window_pages is the work of a BF16 window in INT2 pages, where it delays the blocks of the last split.
+    """
 
     splits: int
     warps: int
     stages: int
+    window_pages: int = 0
 
 
-# Four warps per block were measured against 8, 12 and 16 (head_dim 128) and won. The stages follow from the
-# shared memory that is left, and the other head_dims from their registers: not measured yet.
+# Measured with the kernel's former copies (cp.async): 4, 8 and 12 warps, 3 to 6 stages and 4 or 8 splits
+# differed by less than 3 % at batch 8 (head_dim 128). With bulk copies a kernel that only loads was as fast
+# with 4 as with 6 stages. The other head_dims follow from registers and shared memory: not compared.
 # head_dim -> (warps per block, stages per warp, blocks that fit on one multiprocessor)
 _DECODE = {64: (4, 6, 3), 128: (4, 5, 2), 256: (4, 3, 2)}
+# A full window of the default size has the bytes of 43 INT2 pages; fewer here, as it starts on an idle GPU.
+# Derived, not measured.
+WINDOW_PAGES = 32
 MIN_PAGES_PER_WARP = 2  # a split that leaves a warp less than this is not worth its merge
 
 
 def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
     """The plan for `rows` = sequences x heads x tiles of query heads and tables of `table_pages` pages.
 
-    One wave of blocks if the pages allow it: the grid fills the device once and no block waits for a second
-    turn.
+    The blocks that read INT2 pages fill the device once; those that a window block keeps waiting read less.
     """
     warps, stages, resident = _DECODE[head_dim]
     by_device = max(1, MULTIPROCESSORS * resident // rows)
     by_pages = max(1, table_pages // (warps * MIN_PAGES_PER_WARP))
-    return DecodePlan(min(by_device, by_pages), warps, stages)
+    splits = min(by_device, by_pages)
+    delayed = rows * (splits + 1) > MULTIPROCESSORS * resident
+    return DecodePlan(splits, warps, stages, WINDOW_PAGES if delayed else 0)
 
 
 # Three warpgroups were measured against one and two (head_dim 128) and won; the others are not measured yet.
