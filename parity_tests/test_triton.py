@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from parity_tests import oracle, rows, triton_interpreter
-from parity_tests.triton_interpreter import append_differences, attention_errors, flush_differences, interpret
+from parity_tests.triton_interpreter import (
+    append_differences,
+    attention_errors,
+    flush_differences,
+    interpret,
+    overflow_differences,
+)
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -79,6 +85,10 @@ class TestInterpreted:
     def test_append_token(self) -> None:
         """Ragged, over page boundaries, one sequence standing still every other step."""
         assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 6) == []
+
+    def test_append_beyond_the_table(self) -> None:
+        """A row that would need a page that no table entry names is dropped."""
+        assert interpret(overflow_differences, rotation(2, 64)) == []
 
     def test_flush_pages(self) -> None:
         assert interpret(flush_differences, rotation(2, 64)) == []
@@ -163,13 +173,13 @@ def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
     if INTERPRETING:
         pytest.skip("TRITON_INTERPRET is set for this process")
     types = {"limbs_ptr": "*i8", "query_ptr": "*bf16", "softmax_scale": "fp32"}
-    types |= dict.fromkeys(("stride_table", "sliding_window", "blocks"), "i32")
+    types |= dict.fromkeys(("stride_table", "sliding_window", "blocks", "splits"), "i32")
     floats = ("factor_ptr", "bias_ptr", "page_score_ptr", "value_max_ptr", "o_ptr", "lse_ptr")
     types |= dict.fromkeys(floats, "*fp32")
     bf16 = ("key_scale_ptr", "value_scale_ptr", "window_key_ptr", "window_value_ptr")
     types |= dict.fromkeys(bf16, "*i16")
     constants = {
-        **{"K": 8, "G": padded_group, "GP": padded_group, "D": head_dim, "SPLITS": 100, "SINK_PAGES": 1},
+        **{"K": 8, "G": padded_group, "GP": padded_group, "D": head_dim, "SINK_PAGES": 1},
         **{"RECENT_SLOTS": 5, "SLIDING": False, "BLOCKS": 32, "PREFETCH_VALUES": False},
     }
     names = _stage_kernel.arg_names
@@ -271,6 +281,9 @@ class TestOnGpu:
 
     def test_append_token(self) -> None:
         assert append_differences(rotation(2, 128), (1, 63, 383, 447, 500), 200, "gpu") == []
+
+    def test_append_beyond_the_table(self) -> None:
+        assert overflow_differences(rotation(2, 128), "gpu") == []
 
     def test_flush_pages(self) -> None:
         assert flush_differences(rotation(2, 128), "gpu") == []

@@ -171,6 +171,26 @@ def append_differences(
     return [name for name in names if not np.array_equal(fused.field(name), reference.field(name))]
 
 
+def overflow_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
+    """Cache arrays that an append changes although the page table has no entry left for the page due."""
+    import torch
+
+    from oscar_torch.triton_kernels.quantize_triton import append_token
+
+    (case, layer_rotation, rng) = make_case(rotation, (700,), 700, 1, device)
+    cache = case.cache
+    slots = cache.config.sink_pages + cache.config.recent_slots + cache.page_table.shape[1]
+    cache.lengths.fill_(64 * slots - 1)
+    cache.history_pages.fill_(cache.page_table.shape[1])
+    names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean", "window_key")
+    names += ("window_value", "lengths", "history_pages")
+    before = {name: case.field(name).copy() for name in names}
+    row = torch.from_numpy(rng.normal(0, 1, (1, 1, *cache.window_key.shape[1::2]))).to(cache.lengths.device)
+    one = torch.ones(1, dtype=torch.int32, device=cache.lengths.device)
+    append_token(cache, layer_rotation, row, row, one)
+    return [name for name in names if not np.array_equal(before[name], case.field(name))]
+
+
 def flush_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
     """INT2 arrays that differ after `flush_pages` and after quantizing the same pages by the reference."""
     import torch

@@ -200,13 +200,13 @@ def _heads_of_columns(x, ROWS: gl.constexpr, GP: gl.constexpr):
 
 @gluon.jit
 def _store_partial(
-    o, m, l, out_row, channel, o_ptr, lse_ptr,
-    G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, TOTAL: gl.constexpr,
+    o, m, l, out_row, channel, o_ptr, lse_ptr, total,
+    G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """o float32 [D, GP] already divided by l; m, l [GP]; channel [D] names the rows of o."""
     layout: gl.constexpr = o.type.layout
     head = gl.arange(0, GP, layout=gl.SliceLayout(0, layout))
-    rows = (out_row + head) * TOTAL
+    rows = (out_row + head) * total
     gl.store(o_ptr + rows[None, :].to(gl.int64) * D + channel[:, None], o, mask=(head < G)[None, :])
     lse = gl.where(l > 0, m + gl.log2(gl.where(l > 0, l, 1.0)), float("-inf"))
     gl.store(lse_ptr + rows, lse, mask=head < G)
@@ -216,17 +216,16 @@ def _store_partial(
 def _history_split(
     limbs_ptr, factor_ptr, bias_ptr, page_score_ptr, value_max_ptr,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, page_table_ptr,
-    history, oldest, blocks, head, split, out_row, o_ptr, lse_ptr,
-    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
-    TOTAL: gl.constexpr, SINK_PAGES: gl.constexpr, SLIDING: gl.constexpr, BLOCKS: gl.constexpr,
-    PREFETCH_VALUES: gl.constexpr,
+    history, oldest, blocks, head, split, splits, total, out_row, o_ptr, lse_ptr,
+    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
+    SINK_PAGES: gl.constexpr, SLIDING: gl.constexpr, BLOCKS: gl.constexpr, PREFETCH_VALUES: gl.constexpr,
 ):  # fmt: skip
     """Flash attention over one split of the INT2 pages, by one warp."""
     words: gl.constexpr = D // 64
     COLUMNS: gl.constexpr = 8 if GP == 4 else GP
     # Pages [low, high) of this split.
     first = gl.minimum(gl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
-    per_split = (history - first + SPLITS - 1) // SPLITS
+    per_split = (history - first + splits - 1) // splits
     low = first + split * per_split
     high = gl.minimum(low + per_split, history)
 
@@ -357,14 +356,14 @@ def _history_split(
         unit * inverse
     )[None, :]
     channel = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
-    _store_partial(o, m, l, out_row, channel, o_ptr + split * D, lse_ptr + split, G, GP, D, TOTAL)
+    _store_partial(o, m, l, out_row, channel, o_ptr + split * D, lse_ptr + split, total, G, GP, D)
 
 
 @gluon.jit
 def _window_split(
     query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
-    index, head, out_row, o_ptr, lse_ptr,
-    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, TOTAL: gl.constexpr,
+    index, head, out_row, o_ptr, lse_ptr, total,
+    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
     SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Attention over BF16 page `index` of the window, by one warp, 16 tokens at a time.
@@ -444,22 +443,22 @@ def _window_split(
     o = o * (1.0 / gl.where(l > 0, l, 1.0))[None, :]
     row = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
     channel = (row & -64) + (row & 7) * 8 + ((row >> 3) & 7)
-    _store_partial(o, m, l, out_row, channel, o_ptr, lse_ptr, G, GP, D, TOTAL)
+    _store_partial(o, m, l, out_row, channel, o_ptr, lse_ptr, total, G, GP, D)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["splits"])
 def _stage_kernel(
     query_ptr, limbs_ptr, factor_ptr, bias_ptr, page_score_ptr, value_max_ptr,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, window_key_ptr, window_value_ptr,
     page_table_ptr, stride_table, window_table_ptr, lengths_ptr, history_ptr, softmax_scale, sliding_window,
-    blocks, o_ptr, lse_ptr,
-    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
+    blocks, splits, o_ptr, lse_ptr,
+    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
     SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLIDING: gl.constexpr, BLOCKS: gl.constexpr,
     PREFETCH_VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Grid (window pages + SPLITS, K, B), one warp each; the window pages start first."""
+    """Grid (window pages + splits, K, B), one warp each; the window pages start first."""
     window_slots: gl.constexpr = SINK_PAGES + RECENT_SLOTS
-    total: gl.constexpr = SPLITS + window_slots
+    total = splits + window_slots
     split = gl.program_id(0) - window_slots
     head = gl.program_id(1)
     b = gl.program_id(2)
@@ -472,16 +471,16 @@ def _stage_kernel(
             limbs_ptr + slot * 2 * GP * D, factor_ptr + slot * GP, bias_ptr + slot * GP,
             page_score_ptr + slot * stride_table * GP, value_max_ptr + slot * blocks,
             key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, page_table_ptr + b * stride_table,
-            history, oldest, blocks, head, split, slot * G, o_ptr, lse_ptr,
-            K, G, GP, D, SPLITS, total, SINK_PAGES, SLIDING, BLOCKS, PREFETCH_VALUES,
+            history, oldest, blocks, head, split, splits, total, slot * G, o_ptr, lse_ptr,
+            K, G, GP, D, SINK_PAGES, SLIDING, BLOCKS, PREFETCH_VALUES,
         )  # fmt: skip
     else:
         index = split + window_slots
         _window_split(
             query_ptr + slot * G * D, window_key_ptr, window_value_ptr, window_table_ptr + b * window_slots,
             length, history, oldest, softmax_scale, index, head, slot * G,
-            o_ptr + (SPLITS + index) * D, lse_ptr + SPLITS + index,
-            K, G, GP, D, total, SINK_PAGES, RECENT_SLOTS,
+            o_ptr + (splits + index) * D, lse_ptr + splits + index, total,
+            K, G, GP, D, SINK_PAGES, RECENT_SLOTS,
         )  # fmt: skip
 
 
@@ -517,8 +516,8 @@ def decode_attention(
         cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
         cache.window_value.view(torch.int16), cache.page_table, cache.page_table.shape[1],
         cache.window_table, cache.lengths, cache.history_pages, scale * plain.LOG2_E, sliding_window or 0,
-        plan.blocks, o, lse,
-        K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, SPLITS=plan.splits,
+        plan.blocks, plan.splits, o, lse,
+        K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim,
         SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots, SLIDING=sliding_window is not None,
         BLOCKS=max(32, triton.next_power_of_2(plan.blocks)), PREFETCH_VALUES=tuning.prefetch_values,
         num_warps=1, maxnreg=tuning.registers,

@@ -35,14 +35,21 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the plain stage runs: programs per multiprocessor, warps, pipeline stages."""
+    """How the plain stage runs: programs per multiprocessor, warps, pipeline stages, registers."""
 
-    programs_per_processor: int = 12
-    warps: int = 1
-    stages: int = 3
+    programs_per_processor: int
+    warps: int
+    stages: int
+    registers: int | None = None  # per thread, at most
 
 
-TUNING = Tuning()
+# By padded head_dim. One warp a program: nothing waits for another warp; more where registers run out.
+TUNING = {
+    64: Tuning(programs_per_processor=16, warps=1, stages=3),
+    128: Tuning(programs_per_processor=11, warps=1, stages=3, registers=168),
+    256: Tuning(programs_per_processor=4, warps=4, stages=2),
+    512: Tuning(programs_per_processor=2, warps=8, stages=2),
+}
 
 
 @triton.jit
@@ -76,7 +83,7 @@ def unpack_codes(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _code_pair(words, MASK: tl.constexpr):
-    """The two halves of the masked words as fp16 [..., 2]: codes of place i of a half, times 4**i * 2**-24."""
+    """The two halves of the masked words as fp16 [..., 2]: codes of place i times 4**i * 2**-24."""
     pair = words & MASK
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     return tl.join(low, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True))
@@ -106,6 +113,14 @@ def _in_place_order(columns):
     code = (columns & -64) + 16 * ((columns >> 1) & 3) + 8 * (columns & 1) + i
     place = tl.where(i >= 5, i - 5, i)
     return code, 1.0 / (1 << (2 * place)).to(tl.float32)
+
+
+@triton.jit
+def _dot_exact(a, b, acc):
+    """acc + a @ b for b that is exact in TF32 (bf16 is); a is split into two TF32."""
+    coarse = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    acc = tl.dot(a - coarse, b, acc=acc, input_precision="tf32")
+    return tl.dot(coarse, b, acc=acc, input_precision="tf32")
 
 
 @triton.jit
@@ -239,9 +254,9 @@ def _value_unit(value_max_ptr, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _split_range(first, last, split, SPLITS: tl.constexpr):
+def _split_range(first, last, split, splits):
     """The pages [low, high) of one split of [first, last)."""
-    per_split = (last - first + SPLITS - 1) // SPLITS
+    per_split = (last - first + splits - 1) // splits
     low = first + split * per_split
     return low, tl.minimum(low + per_split, last)
 
@@ -259,17 +274,16 @@ def _window_page(index, history, window_table_ptr, SINK_PAGES: tl.constexpr, REC
 def _history_split(
     rotated_ptr, page_score_ptr, value_max_ptr,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, page_table_ptr,
-    history, oldest, blocks, slot, head, split, out_rows, o_ptr, lse_ptr,
+    history, oldest, blocks, slot, head, split, splits, out_rows, o_ptr, lse_ptr,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, SINK_PAGES: tl.constexpr, SLIDING: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, SINK_PAGES: tl.constexpr, SLIDING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Flash attention over one split of the INT2 pages. page_score_ptr and value_max_ptr are at the slot."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, DP)
     tokens = tl.arange(0, PAGE)
     first = tl.minimum(tl.maximum(oldest // PAGE - SINK_PAGES, 0), history) if SLIDING else 0
-    low, high = _split_range(first, history, split, SPLITS)
+    low, high = _split_range(first, history, split, splits)
     # The query in the order of the unpacked codes, with the weights of their places taken out.
     channel, place = _in_place_order(columns)
     mask = (channel < D)[:, None] & (rows < G)[None, :]
@@ -333,47 +347,52 @@ def _window_split(
     query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
     index, slot, head, out_rows, o_ptr, lse_ptr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr,
+    STEP: tl.constexpr, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over BF16 page `index` of the window."""
+    """Attention over BF16 page `index` of the window, STEP tokens at a time."""
     rows = tl.arange(0, ROWS)
     channels = tl.arange(0, DP)
-    tokens = tl.arange(0, PAGE)
     page, physical = _window_page(index, history, window_table_ptr, SINK_PAGES, RECENT_SLOTS)
-    token = page * PAGE + tokens
-    visible = (token < length) & (token >= oldest)
     offset = (physical * K + head) * (PAGE * D)
-    mask = visible[:, None] & (channels < D)[None, :]
-    key = _widen(
-        tl.load(window_key_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
-    )
-    value = _widen(
-        tl.load(window_value_ptr + offset + tokens[:, None] * D + channels[None, :], mask=mask, other=0)
-    )
-    mask = (rows < G)[:, None] & (channels < D)[None, :]
-    q = tl.load(query_ptr + (slot * G + rows)[:, None] * D + channels[None, :], mask=mask, other=0.0)
-    score = tl.dot(q.to(tl.float32) * softmax_scale, tl.trans(key), input_precision="tf32x3")
-    score = tl.where(visible[None, :], score, -1e30)
-    m = tl.max(score, 1)
-    p = tl.where(visible[None, :], tl.exp2(score - m[:, None]), 0.0)
-    l = tl.sum(p, 1)
+    row_mask = (rows < G)[:, None] & (channels < D)[None, :]
+    q = tl.load(query_ptr + (slot * G + rows)[:, None] * D + channels[None, :], mask=row_mask, other=0.0)
+    q = q.to(tl.float32) * softmax_scale
+    m = tl.full((ROWS,), -1e30, tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    for start in tl.range(0, tl.minimum(length - page * PAGE, PAGE), STEP, num_stages=1):
+        row = start + tl.arange(0, STEP)
+        token = page * PAGE + row
+        visible = (token < length) & (token >= oldest)
+        mask = visible[:, None] & (channels < D)[None, :]
+        row_offset = offset + row[:, None] * D + channels[None, :]
+        key = _widen(tl.load(window_key_ptr + row_offset, mask=mask, other=0))
+        value = _widen(tl.load(window_value_ptr + row_offset, mask=mask, other=0))
+        score = _dot_exact(q, tl.trans(key), tl.zeros((ROWS, STEP), tl.float32))
+        score = tl.where(visible[None, :], score, -1e30)
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.where(visible[None, :], tl.exp2(score - m_new[:, None]), 0.0)
+        l = l * alpha + tl.sum(p, 1)
+        acc = _dot_exact(p, value, acc * alpha[:, None])
+        m = m_new
     safe = tl.where(l > 0, l, 1.0)
-    o = tl.dot(p, value, input_precision="tf32x3") / safe[:, None]
-    tl.store(o_ptr + out_rows[:, None].to(tl.int64) * D + channels[None, :], o, mask=mask)
+    o = acc / safe[:, None]
+    tl.store(o_ptr + out_rows[:, None].to(tl.int64) * D + channels[None, :], o, mask=row_mask)
     tl.store(lse_ptr + out_rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _stage_kernel(
     query_ptr, rotated_ptr, page_score_ptr, value_max_ptr,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, window_key_ptr, window_value_ptr,
     page_table_ptr, stride_table, window_table_ptr, lengths_ptr, history_ptr, softmax_scale, sliding_window,
-    blocks, o_ptr, lse_ptr,
+    blocks, splits, o_ptr, lse_ptr,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr,
-    SLIDING: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr,
+    SLIDING: tl.constexpr, BLOCKS: tl.constexpr, WINDOW_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS + SINK_PAGES + RECENT_SLOTS, K, B)."""
+    """Grid (splits + SINK_PAGES + RECENT_SLOTS, K, B)."""
     split = tl.program_id(0)
     head = tl.program_id(1)
     b = tl.program_id(2)
@@ -381,39 +400,40 @@ def _stage_kernel(
     length = tl.load(lengths_ptr + b)
     history = tl.load(history_ptr + b)
     oldest = tl.maximum(length - sliding_window, 0) if SLIDING else 0
-    out_rows = (slot * G + tl.arange(0, ROWS)) * (SPLITS + SINK_PAGES + RECENT_SLOTS) + split
-    if split < SPLITS:
+    out_rows = (slot * G + tl.arange(0, ROWS)) * (splits + SINK_PAGES + RECENT_SLOTS) + split
+    if split < splits:
         _history_split(
             rotated_ptr, page_score_ptr + slot * stride_table * GP, value_max_ptr + slot * blocks,
             key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
-            page_table_ptr + b * stride_table, history, oldest, blocks, slot, head, split, out_rows,
-            o_ptr, lse_ptr, K, G, GP, D, DP, ROWS, SPLITS, SINK_PAGES, SLIDING, BLOCKS,
+            page_table_ptr + b * stride_table, history, oldest, blocks, slot, head, split, splits, out_rows,
+            o_ptr, lse_ptr, K, G, GP, D, DP, ROWS, SINK_PAGES, SLIDING, BLOCKS,
         )  # fmt: skip
     else:
         _window_split(
             query_ptr, window_key_ptr, window_value_ptr,
             window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS), length, history, oldest, softmax_scale,
-            split - SPLITS, slot, head, out_rows, o_ptr, lse_ptr,
-            K, G, D, DP, ROWS, SINK_PAGES, RECENT_SLOTS,
+            split - splits, slot, head, out_rows, o_ptr, lse_ptr,
+            K, G, D, DP, ROWS, WINDOW_STEP, SINK_PAGES, RECENT_SLOTS,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "total"])
 def _merge_kernel(
     o_ptr, lse_ptr, value_mean_ptr, stride_rotation, sink_ptr, history_out_ptr, out_ptr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TOTAL: tl.constexpr,
+    splits, total,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     TOTAL_P: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, SINK_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * N, ceil(D / COLUMNS)): the weighted sum of TOTAL partials of one query head.
+    """Grid (B * N, ceil(D / COLUMNS)): the weighted sum of total partials of one query head.
 
     The INT2 part, still rotated, goes to history_out; the BF16 part plus the value mean goes to out.
     """
     row = tl.program_id(0)
     query_head = row % (K * G)
     channels = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = row.to(tl.int64) * TOTAL
+    rows = row.to(tl.int64) * total
     i = tl.arange(0, TOTAL_P)
-    lse = tl.load(lse_ptr + rows + i, mask=i < TOTAL, other=-float("inf"))
+    lse = tl.load(lse_ptr + rows + i, mask=i < total, other=-float("inf"))
     m = tl.max(lse, 0)
     if SINK_LOGITS:
         sink = tl.load(sink_ptr + query_head).to(tl.float32) * 1.4426950408889634
@@ -424,16 +444,16 @@ def _merge_kernel(
     if SINK_LOGITS:
         denominator += tl.exp2(sink - m)
     inverse = 1.0 / tl.where(denominator > 0, denominator, 1.0)
-    history_weight = tl.sum(tl.where(i < SPLITS, weight, 0.0), 0)
+    history_weight = tl.sum(tl.where(i < splits, weight, 0.0), 0)
     history = tl.zeros((COLUMNS,), tl.float32)
     window = tl.zeros((COLUMNS,), tl.float32)
-    for start in tl.static_range(0, TOTAL, STEP):
-        i = start + tl.arange(0, STEP)
-        w = tl.exp2(tl.load(lse_ptr + rows + i, mask=i < TOTAL, other=-float("inf")) - m)
-        mask = (i < TOTAL)[:, None] & (channels < D)[None, :]
-        o = tl.load(o_ptr + (rows + i)[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        history += tl.sum(o * tl.where(i < SPLITS, w, 0.0)[:, None], 0)
-        window += tl.sum(o * tl.where(i < SPLITS, 0.0, w)[:, None], 0)
+    for start in tl.range(0, total, STEP, num_stages=1):
+        partial = start + tl.arange(0, STEP)
+        w = tl.exp2(tl.load(lse_ptr + rows + partial, mask=partial < total, other=-float("inf")) - m)
+        mask = (partial < total)[:, None] & (channels < D)[None, :]
+        o = tl.load(o_ptr + (rows + partial)[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        history += tl.sum(o * tl.where(partial < splits, w, 0.0)[:, None], 0)
+        window += tl.sum(o * tl.where(partial < splits, 0.0, w)[:, None], 0)
     mean_offset = (query_head // G) * stride_rotation * D + channels
     mean = _widen(tl.load(value_mean_ptr + mean_offset, mask=channels < D, other=0))
     out = (window + history_weight * mean) * inverse
@@ -486,7 +506,7 @@ def plan_decode(query: torch.Tensor, cache, rotation, programs: int) -> DecodePl
         heads=heads,
         group=group,
         head_dim=head_dim,
-        padded_dim=max(64, triton.next_power_of_2(head_dim)),
+        padded_dim=_padded_dim(head_dim),
         padded_group=max(4, triton.next_power_of_2(group)),
         blocks=triton.cdiv(max_pages, PAGES_PER_BLOCK),
         splits=splits,
@@ -564,8 +584,8 @@ def merge(
     padded_total = triton.next_power_of_2(plan.total)
     _merge_kernel[(plan.batch * query_heads, blocks)](
         o, lse, rotation.value_mean.view(torch.int16), plan.stride_rotation,
-        lse if sink_logits is None else sink_logits, history, out,
-        K=plan.heads, G=plan.group, D=plan.head_dim, SPLITS=plan.splits, TOTAL=plan.total,
+        lse if sink_logits is None else sink_logits, history, out, plan.splits, plan.total,
+        K=plan.heads, G=plan.group, D=plan.head_dim,
         TOTAL_P=padded_total, STEP=min(256, padded_total), COLUMNS=columns,
         SINK_LOGITS=sink_logits is not None, num_warps=4,
     )  # fmt: skip
@@ -589,7 +609,8 @@ def decode_attention(
     sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device, more than 16 query
     heads per key/value head) before anything is allocated.
     """
-    plan = plan_decode(query, cache, rotation, programs=_programs(query.device))
+    tuning = TUNING[_padded_dim(query.shape[-1])]
+    plan = plan_decode(query, cache, rotation, programs=_programs(query.device, tuning))
     query = query.contiguous()
     prepared = prepare(plan, query, cache, rotation, scale, limbs=False)
     o, lse = allocate_partials(plan, query.device)
@@ -599,17 +620,22 @@ def decode_attention(
         cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
         cache.window_value.view(torch.int16), cache.page_table, cache.page_table.shape[1],
         cache.window_table, cache.lengths, cache.history_pages, scale * LOG2_E, sliding_window or 0,
-        plan.blocks, o, lse,
+        plan.blocks, plan.splits, o, lse,
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, DP=plan.padded_dim,
-        ROWS=8 if plan.group <= 8 else 16, SPLITS=plan.splits,
+        ROWS=8 if plan.group <= 8 else 16,
         SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots, SLIDING=sliding_window is not None,
-        BLOCKS=triton.next_power_of_2(plan.blocks), num_warps=TUNING.warps, num_stages=TUNING.stages,
+        BLOCKS=triton.next_power_of_2(plan.blocks), WINDOW_STEP=16, num_warps=tuning.warps,
+        num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
     )  # fmt: skip
     return merge(plan, o, lse, rotation, sink_logits)
 
 
-def _programs(device: torch.device) -> int:
+def _padded_dim(head_dim: int) -> int:
+    return max(64, triton.next_power_of_2(head_dim))
+
+
+def _programs(device: torch.device, tuning: Tuning) -> int:
     """Stage-1 programs: about what the chip holds at once."""
     if device.type != "cuda":
         return 8
-    return TUNING.programs_per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    return tuning.programs_per_processor * torch.cuda.get_device_properties(device).multi_processor_count

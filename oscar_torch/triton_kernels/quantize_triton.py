@@ -277,6 +277,13 @@ def _copy_row(rows_ptr, window_ptr, slot, head, row, K: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _has_room(length, history, max_pages, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr):
+    """Whether one more row leaves the page table with an entry for every history page."""
+    due = (length + 1) // PAGE - (SINK_PAGES + RECENT_SLOTS - 1)
+    return tl.maximum(history, due) <= max_pages
+
+
+@triton.jit
 def _append_kernel(
     key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, page_table_ptr, stride_table,
     window_table_ptr, window_key_ptr, window_value_ptr,
@@ -293,9 +300,10 @@ def _append_kernel(
     b = tl.program_id(1)
     row0 = (tl.program_id(2) // 2) * ROWS
     is_key = tl.program_id(2) % 2 == 0
-    if tl.load(new_lengths_ptr + b) > 0:
-        length = tl.load(lengths_ptr + b)
-        history = tl.load(history_ptr + b)
+    length = tl.load(lengths_ptr + b)
+    history = tl.load(history_ptr + b)
+    room = _has_room(length, history, stride_table, SINK_PAGES, RECENT_SLOTS)
+    if (tl.load(new_lengths_ptr + b) > 0) & room:
         table = window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS)
         if row0 == 0:
             page = length // PAGE
@@ -324,14 +332,16 @@ def _append_kernel(
 
 @triton.jit
 def _advance_kernel(
-    new_lengths_ptr, lengths_ptr, history_ptr, batch,
+    new_lengths_ptr, lengths_ptr, history_ptr, batch, max_pages,
     SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts the appended rows, after every program of `_append_kernel` has read the old counts."""
     b = tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + b, mask=b < batch, other=0)
     history = tl.load(history_ptr + b, mask=b < batch, other=0)
-    length += tl.minimum(tl.load(new_lengths_ptr + b, mask=b < batch, other=0), 1)
+    room = _has_room(length, history, max_pages, SINK_PAGES, RECENT_SLOTS)
+    new = tl.minimum(tl.load(new_lengths_ptr + b, mask=b < batch, other=0), 1)
+    length += tl.where(room, new, 0)
     due = tl.maximum(length // PAGE - (SINK_PAGES + RECENT_SLOTS - 1), 0)
     tl.store(lengths_ptr + b, length, mask=b < batch)
     tl.store(history_ptr + b, tl.maximum(history, due), mask=b < batch)
@@ -486,8 +496,9 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
 
     key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
     bytes of `cache.append_rows`, without a host synchronization and hence CUDA-graph capturable; for the same
-    reason the caller makes sure beforehand that the page tables have room. Raises ShapeError,
-    NotImplementedError (device). Format page, section 4.
+    reason the caller makes sure beforehand that the page tables have room. A row that would need a page
+    beyond the table is dropped: nothing is written for its sequence and its length stands still. Raises
+    ShapeError, NotImplementedError (device). Format page, section 4.
     """
     config = cache.config
     heads, head_dim, batch = config.num_key_value_heads, config.head_dim, cache.batch
@@ -508,6 +519,6 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
         K=heads, D=head_dim, **windows, **tiles,
     )  # fmt: skip
     _advance_kernel[(1,)](
-        new_lengths, cache.lengths, cache.history_pages, batch,
+        new_lengths, cache.lengths, cache.history_pages, batch, cache.page_table.shape[1],
         BLOCK=triton.next_power_of_2(batch), num_warps=1, **windows,
     )  # fmt: skip
