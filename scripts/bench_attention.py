@@ -1,16 +1,20 @@
 """Times INT2 attention against BF16 attention on a GPU: decode, write path and append, each beside its floor.
 
-    python scripts/bench_attention.py --output results/bench_attention
+    python scripts/bench_attention.py            # the quick cases, about a minute
+    python scripts/bench_attention.py --full     # every shape, batch and length
 
 Every INT2 figure stands next to the BF16 kernel of the same run (`jax.nn.dot_product_attention`, cuDNN) and
 next to the time that its bytes alone would take at the device's copy bandwidth, measured in the same run.
 Times are medians of device time (the profiler's sum over the kernels of one call) on cold L2: a call walks
-over several distinct batches whenever one batch would fit into the cache. Writes OUTPUT.json, .md and .png.
+over several distinct batches whenever one batch would fit into the cache. The directory OUT receives
+bench_attention.json, .md and .png.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import sys
@@ -37,62 +41,74 @@ SHAPES = {  # name -> key/value heads, query heads, head_dim
     "qwen2.5-0.5b": (2, 14, 64),
 }
 COLD_BYTES = 300 << 20  # several times any L2
+QUICK = (  # (shape, batch, length), the most telling first
+    ("qwen3-8b", 8, 102_400),
+    ("qwen3-8b", 1, 102_400),
+    ("qwen3-8b", 32, 32_768),
+    ("qwen3-32b", 8, 32_768),
+    ("gemma3-4b", 8, 32_768),
+    ("qwen2.5-0.5b", 8, 32_768),
+)
+INT2_KERNELS = {
+    "mosaic_gpu": "oscar_jax.pallas.decode_mosaic_gpu",
+    "xla": "oscar_jax.attention, compiled by XLA",
+}
 
 
 def random_cache(config: CacheConfig, batch: int, length: int, seed: int = 0) -> LayerCache:
     """A full cache of random words, scales and rows, whose pages are scattered over the pool."""
+    return _random_cache(seed, config, batch, length)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_cache(seed: int, config: CacheConfig, batch: int, length: int) -> LayerCache:
     heads, head_dim = config.num_key_value_heads, config.head_dim
     pages, slots = max(1, config.history_pages(length)), config.window_slots
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    pool = 1 + batch * pages
+    int2 = fmt.int2_array_shapes(pool, heads, head_dim)
+    window = fmt.window_array_shapes(1 + batch * slots, heads, head_dim)
 
-    def make() -> LayerCache:
-        keys = iter(jax.random.split(jax.random.key(seed), 8))
-        pool = 1 + batch * pages
-        int2 = fmt.int2_array_shapes(pool, heads, head_dim)
-        window = fmt.window_array_shapes(1 + batch * slots, heads, head_dim)
+    def words(shape: tuple[int, ...]) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jax.random.bits(next(keys), shape), jnp.int32)
 
-        def words(shape: tuple[int, ...]) -> jax.Array:
-            return jax.lax.bitcast_convert_type(jax.random.bits(next(keys), shape), jnp.int32)
+    def scales(shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.uniform(next(keys), shape, jnp.float32, 0.3, 0.7).astype(jnp.bfloat16)
 
-        def scales(shape: tuple[int, ...]) -> jax.Array:
-            return jax.random.uniform(next(keys), shape, jnp.float32, 0.3, 0.7).astype(jnp.bfloat16)
+    def rows(shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-        def rows(shape: tuple[int, ...]) -> jax.Array:
-            return jax.random.normal(next(keys), shape, jnp.bfloat16)
-
-        return LayerCache(
-            key_codes=words(int2["key_codes"]),
-            value_codes=words(int2["value_codes"]),
-            key_scale=scales(int2["key_scale"]),
-            value_scale=scales(int2["value_scale"]),
-            key_page_mean=rows(int2["key_page_mean"]),
-            window_key=rows(window["window_key"]),
-            window_value=rows(window["window_value"]),
-            page_table=1 + jax.random.permutation(next(keys), pool - 1).reshape(batch, pages),
-            window_table=1 + jnp.arange(batch * slots, dtype=jnp.int32).reshape(batch, slots),
-            lengths=jnp.full(batch, length, jnp.int32),
-            history_pages=jnp.full(batch, config.history_pages(length), jnp.int32),
-            config=config,
-        )
-
-    return jax.jit(make)()
+    return LayerCache(
+        key_codes=words(int2["key_codes"]),
+        value_codes=words(int2["value_codes"]),
+        key_scale=scales(int2["key_scale"]),
+        value_scale=scales(int2["value_scale"]),
+        key_page_mean=rows(int2["key_page_mean"]),
+        window_key=rows(window["window_key"]),
+        window_value=rows(window["window_value"]),
+        page_table=1 + jax.random.permutation(next(keys), pool - 1).reshape(batch, pages),
+        window_table=1 + jnp.arange(batch * slots, dtype=jnp.int32).reshape(batch, slots),
+        lengths=jnp.full(batch, length, jnp.int32),
+        history_pages=jnp.full(batch, config.history_pages(length), jnp.int32),
+        config=config,
+    )
 
 
 def device_time(function: Callable, *args: Any, iterations: int = 7) -> float:
-    """Median microseconds of device time of one call; wall time where the profiler cannot be had."""
+    """Median microseconds of device time of one call; on a CPU of wall time."""
     function = jax.jit(function)
     jax.block_until_ready(function(*args))
-    try:
+    if jax.devices()[0].platform == "gpu":
         from jax.experimental.mosaic.gpu import profiler
 
-        _, times = profiler.measure(function, aggregate=True, iterations=iterations)(*args)
-        return float(np.median(np.asarray(times))) * 1e3
-    except (ImportError, RuntimeError, TypeError):
-        samples = []
-        for _ in range(iterations):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            samples.append(time.perf_counter() - start)
-        return float(np.median(samples)) * 1e6
+        _, calls = profiler.measure(function, aggregate=False, iterations=iterations)(*args)
+        return float(np.median([sum(us for _, us in kernels) for kernels in calls])) * 1e3
+    samples = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        samples.append(time.perf_counter() - start)
+    return float(np.median(samples)) * 1e6
 
 
 def copy_bandwidth(size: int) -> float:
@@ -212,11 +228,35 @@ def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str
 def versions() -> dict[str, str]:
     device = jax.devices()[0]
     return {
+        "time": "device" if device.platform == "gpu" else "wall",
         "device": getattr(device, "device_kind", str(device)),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "python": sys.version.split()[0],
     }
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What a reader must know of every figure: command, versions, both kernels and their dtype."""
+    return {
+        "command": "python " + " ".join(sys.argv),
+        **versions(),
+        "int2_kernel": f"{options.implementation} ({INT2_KERNELS[options.implementation]})",
+        "bf16_kernel": f"jax.nn.dot_product_attention(implementation={options.baseline!r})",
+        "implementation": options.implementation,
+        "baseline": options.baseline,
+        "dtype": "bfloat16",
+    }
+
+
+def document(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The results as a page to read."""
+    facts = "".join(f"- {name}: {value}\n" for name, value in head.items())
+    return (
+        f"# Attention: INT2 against BF16\n\n{facts}\n"
+        f"INT2: `{head['implementation']}`. BF16: `jax.nn.dot_product_attention` by `{head['baseline']}`. "
+        f"Queries and BF16 rows: {head['dtype']}.\n\n{table(rows)}"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -226,7 +266,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         return "" if x is None else f"{x:.{digits}f}"
 
     lines = [
-        "| shape | B | S | INT2 µs | INT2 floor | × floor | BF16 cuDNN µs | BF16 floor | speed-up |",
+        "| shape | B | S | INT2 µs | INT2 floor | × floor | BF16 µs | BF16 floor | speed-up |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in (r for r in rows if r["what"] == "decode"):
@@ -262,7 +302,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         axis.plot(*zip(*sorted(points)), marker="o", label=f"{name}, B = {batch}")
     axis.set_xscale("log", base=2)
     axis.set_xlabel("sequence length")
-    axis.set_ylabel("decode attention: BF16 cuDNN time / INT2 time")
+    axis.set_ylabel("decode attention: BF16 time / INT2 time")
     axis.axhline(1, color="gray", linewidth=0.8)
     if lines:
         axis.legend(fontsize=7)
@@ -272,14 +312,17 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Runs every case and writes the results after each: an interrupted run leaves what it measured."""
+    start = time.perf_counter()
     bandwidth = copy_bandwidth(options.copy_bytes)
     rows: list[dict[str, Any]] = []
-    output = pathlib.Path(options.output)
+    output = pathlib.Path(options.out) / "bench_attention"
     output.parent.mkdir(parents=True, exist_ok=True)
-    head = {"command": " ".join(sys.argv), **versions(), "copy_bytes_per_second": bandwidth}
-    head |= {"implementation": options.implementation, "baseline": options.baseline, "dtype": "bfloat16"}
+    head = {**about(options), "copy_bytes_per_second": bandwidth}
 
     def record(case: str, measure: Callable[[], dict[str, Any]]) -> None:
+        if time.perf_counter() - start > options.seconds:
+            head.setdefault("skipped", []).append(case)
+            return
         try:
             rows.append(measure())
         except Exception as error:  # one case that runs out of memory must not hide the others
@@ -289,22 +332,23 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(rows[-1]), flush=True)
         output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
-    for name in options.shapes:
-        for batch in options.batches:
-            for length in options.lengths:
-                case = f"decode {name} B={batch} S={length}"
-                record(case, lambda n=name, b=batch, s=length: bench_decode(n, b, s, bandwidth, options))
+    cases = itertools.product(options.shapes, options.batches, options.lengths) if options.full else QUICK
+    for name, batch, length in cases:
+        case = f"decode {name} B={batch} S={length}"
+        record(case, lambda n=name, b=batch, s=length: bench_decode(n, b, s, bandwidth, options))
+    for name in options.shapes if options.full else ["qwen3-8b"]:
         record(f"write {name}", lambda n=name: bench_write(n, options.write_pages, bandwidth, options))
-        for batch in options.batches:
+        for batch in options.batches if options.full else [8]:
             record(f"append {name} B={batch}", lambda n=name, b=batch: bench_append(n, b, options))
-    title = f"{head['device']}, JAX {head['jax']}, copy {bandwidth / 1e12:.2f} TB/s\n\n"
-    output.with_suffix(".md").write_text(f"{title}`{head['command']}`\n\n{table(rows)}")
+    output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    output.with_suffix(".md").write_text(document(head, rows))
     plot(rows, output.with_suffix(".png"))
     print(table(rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="all --shapes x --batches x --lengths")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 32768, 102400])
@@ -313,8 +357,11 @@ def main() -> None:
     parser.add_argument("--baseline", choices=("cudnn", "xla"), default="cudnn")
     parser.add_argument("--memory", type=float, default=60e9, help="bytes that BF16 rows may take")
     parser.add_argument("--copy-bytes", type=int, default=1 << 30)
-    parser.add_argument("--output", default="results/bench_attention")
-    run(parser.parse_args())
+    parser.add_argument("--seconds", type=float, help="start no case later; 75, with --full unlimited")
+    parser.add_argument("--out", default="results", help="directory")
+    options = parser.parse_args()
+    options.seconds = options.seconds or (float("inf") if options.full else 75.0)
+    run(options)
 
 
 if __name__ == "__main__":

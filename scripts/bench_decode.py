@@ -1,6 +1,7 @@
 """Times end-to-end decoding of a Flax decoder with random weights: INT2 cache against BF16 with cuDNN.
 
-    python scripts/bench_decode.py --output results/bench_decode
+    python scripts/bench_decode.py            # few layers, about a minute and a half
+    python scripts/bench_decode.py --full     # as many layers as fit
 
 Both runs use the same decoder, the same number of layers and full caches of random content. Beside tokens per
 second stands the speed-up that the bytes alone would allow: weights plus cache read per step, BF16 over INT2.
@@ -12,13 +13,12 @@ import dataclasses
 import json
 import pathlib
 import statistics
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench_attention import random_cache, sequence_bytes, versions
+from bench_attention import about, random_cache, sequence_bytes
 from flax import nnx
 
 from oscar_jax import ops
@@ -30,6 +30,7 @@ from oscar_jax.models.decoder import Decoder
 from oscar_jax.rotation import hadamard_rotation
 
 STEPS = 16  # per sample
+QUICK_LAYERS = 6
 
 
 def qwen3_8b(layers: int) -> ModelConfig:
@@ -135,19 +136,56 @@ def measure(
     return statistics.median(samples[1:])  # the first holds the compilation
 
 
+def write(head: dict[str, Any], rows: list[dict[str, Any]], output: pathlib.Path) -> None:
+    """Writes the report as JSON, Markdown and a plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    lines = ["# End-to-end decoding: INT2 against BF16\n", *(f"- {k}: {v}" for k, v in head.items()), ""]
+    lines.append("| B | layers | INT2 ms | BF16 ms | INT2 tokens/s | speed-up | allowed by bytes | share |")
+    lines.append("|---|---|---|---|---|---|---|---|")
+    done = [r for r in rows if "skipped" not in r]
+    for r in done:
+        numbers = [r["int2_ms"], r["bf16_ms"], r["int2_tokens_per_second"], r["speed_up"]]
+        cells = [f"{x:.2f}" for x in (*numbers, r["allowed_speed_up"])] + [
+            f"{100 * r['share_of_allowed']:.0f} %"
+        ]
+        lines.append(f"| {r['batch']} | {r['layers']} | " + " | ".join(cells) + " |")
+    lines += [f"\nB = {r['batch']} skipped: {r['skipped']}" for r in rows if "skipped" in r]
+    output.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    for shift, name in ((-0.2, "allowed_speed_up"), (0.2, "speed_up")):
+        axis.bar([i + shift for i in range(len(done))], [r[name] for r in done], 0.4, label=name)
+    axis.set_xticks(range(len(done)), [f"B = {r['batch']}" for r in done])
+    axis.set_ylabel("BF16 step time / INT2 step time")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(output.with_suffix(".png"), dpi=150)
+    pyplot.close(figure)
+
+
 def run(options: argparse.Namespace) -> None:
     """Runs every batch size with both caches and writes the results after each."""
     make_config, all_layers = MODELS[options.model]
-    output = pathlib.Path(options.output)
+    output = pathlib.Path(options.out) / "bench_decode"
     output.parent.mkdir(parents=True, exist_ok=True)
-    head = {"command": " ".join(sys.argv), **versions(), "model": options.model, "length": options.length}
-    head |= {"implementation": options.implementation, "baseline": f"{options.baseline}, bfloat16"}
+    head = {**about(options), "model": make_config(1).model_id, "length": options.length}
+    head |= {"time": "wall, median of samples"}
+    begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
+        if time.perf_counter() - begin > options.seconds:
+            rows.append({"batch": batch, "skipped": f"not started within {options.seconds:.0f} s"})
+            continue
         int2_bytes, bf16_bytes = (
             batch * x for x in sequence_bytes(make_config(1).cache_config(), options.length)
         )
-        layers = min(options.layers or all_layers, int(options.memory // bf16_bytes))
+        wanted = options.layers or (all_layers if options.full else min(all_layers, QUICK_LAYERS))
+        layers = min(wanted, int(options.memory // bf16_bytes))
         if layers < 1:
             rows.append({"batch": batch, "skipped": f"one layer of BF16 rows takes {bf16_bytes} bytes"})
             continue
@@ -167,22 +205,27 @@ def run(options: argparse.Namespace) -> None:
         row["share_of_allowed"] = row["speed_up"] / row["allowed_speed_up"]
         rows.append(row)
         print(json.dumps(row), flush=True)
-        output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        write(head, rows, output)
         del weights
+    write(head, rows, output)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--batches", nargs="+", type=int, default=[8, 1, 32])
+    parser.add_argument("--full", action="store_true", help="as many layers as fit, without a time limit")
+    parser.add_argument("--seconds", type=float, help="start no batch later; 60, with --full unlimited")
     parser.add_argument("--length", type=int, default=102_400)
-    parser.add_argument("--layers", type=int, help="at most; by default all that fit")
+    parser.add_argument("--layers", type=int, help="at most; by default few, or all that fit")
     parser.add_argument("--samples", type=int, default=3, help=f"of {STEPS} steps each")
     parser.add_argument("--implementation", choices=ops.IMPLEMENTATIONS, default="mosaic_gpu")
     parser.add_argument("--baseline", choices=("cudnn", "xla"), default="cudnn")
     parser.add_argument("--memory", type=float, default=90e9, help="bytes that the BF16 caches may take")
-    parser.add_argument("--output", default="results/bench_decode")
-    run(parser.parse_args())
+    parser.add_argument("--out", default="results", help="directory")
+    options = parser.parse_args()
+    options.seconds = options.seconds or (float("inf") if options.full else 60.0)
+    run(options)
 
 
 if __name__ == "__main__":
