@@ -519,8 +519,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         f"{report['oracle']['numpy']} on {report['oracle']['device']}. {report['seconds']:.0f} s. "
         f"`{report['command']}`",
         "",
-        f"**{report['differences']} differences in {report['codes']:,} codes**, each compared with the NumPy "
-        f"oracle's. {report['cases']} cases planned; head_dim "
+        f"**{report['differences']} differences in {report['codes']:,} codes** of all implementations, "
+        f"each compared with the NumPy oracle's. {report['cases']} cases planned; head_dim "
         f"{', '.join(map(str, report['head_dims']))}; key/value heads "
         f"{', '.join(map(str, report['key_value_heads']))}; bases {', '.join(report['bases'])}; "
         f"rows: {', '.join(report['row_families'])}.",

@@ -305,7 +305,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         f"{result['created']}, Torch {result['torch']}, Triton {result['triton']}, copy bandwidth "
         f"{result['copy_bandwidth_tb_s']:.2f} TB/s. {HEADS * GROUP} query heads, {HEADS} key/value heads, "
-        f"head_dim {HEAD_DIM}; microseconds, median, cold L2, decode as CUDA graphs. "
+        f"head_dim {HEAD_DIM}; queries and BF16 rows in bfloat16; microseconds, median, cold L2, decode as "
+        "CUDA graphs. "
         "`python scripts/bench_attention_torch.py --out results`",
         "",
         "| task | kernel | batch | length | µs | floor µs | of the floor | against the best BF16 |",
