@@ -58,11 +58,12 @@ def test_torch_page_names_kernels_and_batch(monkeypatch: pytest.MonkeyPatch) -> 
     page = script.to_markdown(
         {
             **{"gpu": "some GPU", "created": "2026-11-29", "torch": "2", "triton": "3"},
-            **{"copy_bandwidth_tb_s": 1.0, "not_measured": {"gluon": "compute capability 8.0"}},
+            **{"dtype": "bfloat16", "command": "the command", "copy_bandwidth_tb_s": 1.0},
+            **{"not_measured": {"gluon": "compute capability 8.0"}},
             "rows": [vars(row) for row in rows],
         }
     )
-    assert "BF16 rows in bfloat16" in page and "some GPU" in page
+    assert "bfloat16" in page and "some GPU" in page
     assert "| decode | BF16 FlashAttention | 8 | 4096 | 60.0 | 50.0 | 1.20 × |  |" in page
     assert "| decode | INT2 triton | 8 | 4096 | 10.0 | 8.0 | 1.25 × | 6.00 × |" in page
     assert "Not measured: gluon: compute capability 8.0" in page
