@@ -1,6 +1,6 @@
 """INT2 attention and cache writing in Torch against the BF16 kernels and the floor of the memory, in one run.
 
-    python scripts/bench_attention_torch.py --out results [--shapes 1x102400,8x102400,32x32768] [--quick]
+    python scripts/bench_attention_torch.py --out results [--shapes 1x102400,8x102400,32x32768]
 
 One layer of Qwen3-8B's shape: 32 query heads, 8 key/value heads, head_dim 128. Every time is the median of
 CUDA-graph replays with a cold L2 (microseconds). The floor is the bytes a kernel must read, at the bandwidth
@@ -13,7 +13,9 @@ import dataclasses
 import datetime
 import functools
 import json
+import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,22 +55,24 @@ class Row:
 
 
 def main() -> None:
-    """Parses the arguments, measures, writes attention-torch-<gpu>.{json,md}."""
+    """Parses the arguments, measures, writes attention-torch-<gpu>.{json,md,png}."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
         "--shapes", default=",".join(f"{b}x{s}" for b, s in SHAPES), help="batch x length, ..."
     )
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--repetitions", type=int, default=30, help="replays of every measurement")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
     shapes = [tuple(int(n) for n in shape.split("x")) for shape in options.shapes.split(",")]
-    result = measure(shapes, repetitions=30 if options.quick else 200)
+    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv])}
+    result |= measure(shapes, options.repetitions)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"attention-torch-{result['gpu'].lower().replace(' ', '-')}"
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(to_markdown(result))
+    plot(result, path.with_suffix(".png"))
     print(to_markdown(result))
 
 
@@ -89,6 +93,8 @@ def measure(shapes: list[Any], repetitions: int) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "dtype": "query bf16; INT2 codes with bf16 scales, means and windows, or a bf16 cache",
+        "repetitions": repetitions,
         "copy_bandwidth_tb_s": bandwidth / 1e12,
         "not_measured": wrong,
         "rows": [dataclasses.asdict(row) for row in rows],
@@ -100,7 +106,7 @@ def check(implementation: str, rotation: LayerRotation) -> str | None:
     cache = random_cache(3, 5000)
     cache.lengths.copy_(torch.tensor([5000, 700, 64]))
     cache.history_pages.copy_(torch.tensor([CONFIG.history_pages(int(n)) for n in cache.lengths]))
-    query = torch.randn(3, HEADS * GROUP, HEAD_DIM, device="cuda")
+    query = torch.randn(3, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     want = attention.decode_attention(query, cache, rotation, scale=SCALE)
     try:
         got = ops.decode_attention(query, cache, rotation, scale=SCALE, implementation=implementation)
@@ -156,13 +162,13 @@ def bench_bf16(query: torch.Tensor, length: int, floor: float, repetitions: int)
     batch = query.shape[0]
     shape = (batch, HEADS, length, HEAD_DIM)
     key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    # A group's query heads as query rows of its key/value head: every key is read once.
-    grouped = query.view(batch, HEADS, GROUP, HEAD_DIM)
+    one_token = query.view(batch, HEADS * GROUP, 1, HEAD_DIM)
     rows = []
     for name, backend in BASELINES.items():
         try:
             with sdpa_kernel([backend]):
-                time = graph_time(lambda: scaled_dot_product_attention(grouped, key, value), repetitions)
+                call = functools.partial(scaled_dot_product_attention, one_token, key, value, enable_gqa=True)
+                time = graph_time(call, repetitions)
         except RuntimeError as reason:
             print(f"{name}: {reason}")
             continue
@@ -307,7 +313,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"{result['copy_bandwidth_tb_s']:.2f} TB/s. {HEADS * GROUP} query heads, {HEADS} key/value heads, "
         f"head_dim {HEAD_DIM}; queries and BF16 rows in bfloat16; microseconds, median, cold L2, decode as "
         "CUDA graphs. "
-        "`python scripts/bench_attention_torch.py --out results`",
+        f"{result['dtype']}. `{result['command']}`",
         "",
         "| task | kernel | batch | length | µs | floor µs | of the floor | against the best BF16 |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -321,6 +327,31 @@ def to_markdown(result: dict[str, Any]) -> str:
         )
     lines += [f"\nNot measured: {name}: {reason}" for name, reason in result["not_measured"].items()]
     return "\n".join(lines) + "\n"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Bars of the decode times, one group per shape, with the floor of the INT2 cache as a line."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print(f"{path.name} not drawn: matplotlib is not installed")
+        return
+    rows = [row for row in result["rows"] if row["task"] == "decode"]
+    shapes = list(dict.fromkeys((row["batch"], row["length"]) for row in rows))
+    figure, all_axes = pyplot.subplots(1, len(shapes), figsize=(4 * len(shapes), 4), squeeze=False)
+    for axes, shape in zip(all_axes[0], shapes, strict=True):
+        here = [row for row in rows if (row["batch"], row["length"]) == shape]
+        bars = axes.bar(
+            [row["kernel"].replace(" ", "\n") for row in here], [row["microseconds"] for row in here]
+        )
+        axes.bar_label(bars, fmt="%.0f")
+        axes.axhline(min(row["floor"] for row in here), color="black", linestyle=":", label="floor of INT2")
+        axes.set_title(f"batch {shape[0]}, {shape[1]} tokens")
+        axes.set_ylabel("µs")
+        axes.legend()
+    figure.suptitle(f"One-token attention in Torch {result['torch']}, {result['gpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -624,7 +624,7 @@ def decode_attention(
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, DP=plan.padded_dim,
         ROWS=8 if plan.group <= 8 else 16,
         SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots, SLIDING=sliding_window is not None,
-        BLOCKS=triton.next_power_of_2(plan.blocks), WINDOW_STEP=16, num_warps=tuning.warps,
+        BLOCKS=max(32, triton.next_power_of_2(plan.blocks)), WINDOW_STEP=16, num_warps=tuning.warps,
         num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
     )  # fmt: skip
     return merge(plan, o, lse, rotation, sink_logits)
