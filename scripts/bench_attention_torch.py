@@ -66,7 +66,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
     shapes = [tuple(int(n) for n in shape.split("x")) for shape in options.shapes.split(",")]
-    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv])}
+    result: dict[str, Any] = {"command": shlex.join([Path(sys.executable).name, *sys.argv])}
     result |= measure(shapes, options.repetitions)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"attention-torch-{result['gpu'].lower().replace(' ', '-')}"
@@ -313,7 +313,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"{result['copy_bandwidth_tb_s']:.2f} TB/s. {HEADS * GROUP} query heads, {HEADS} key/value heads, "
         f"head_dim {HEAD_DIM}; queries and BF16 rows in bfloat16; microseconds, median, cold L2, decode as "
         "CUDA graphs. "
-        f"{result['dtype']}. `{result['command']}`",
+        f"`{result['command']}`",
         "",
         "| task | kernel | batch | length | µs | floor µs | of the floor | against the best BF16 |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
