@@ -101,8 +101,8 @@ def device_time(function: Callable, *args: Any, iterations: int = 7) -> float:
     if jax.devices()[0].platform == "gpu":
         from jax.experimental.mosaic.gpu import profiler
 
-        _, calls = profiler.measure(function, aggregate=False, iterations=iterations)(*args)
-        return float(np.median([sum(us for _, us in kernels) for kernels in calls])) * 1e3
+        calls = [profiler.measure(function)(*args)[1] for _ in range(iterations)]  # milliseconds
+        return float(np.median([call for call in calls if call is not None])) * 1e3
     samples = []
     for _ in range(iterations):
         start = time.perf_counter()
