@@ -46,7 +46,7 @@ class Tuning:
 # By padded head_dim. One warp a program: nothing waits for another warp; more where registers run out.
 TUNING = {
     64: Tuning(programs_per_processor=16, warps=1, stages=3),
-    128: Tuning(programs_per_processor=11, warps=1, stages=3, registers=168),
+    128: Tuning(programs_per_processor=10, warps=1, stages=3, registers=168),
     256: Tuning(programs_per_processor=4, warps=4, stages=2),
     512: Tuning(programs_per_processor=2, warps=8, stages=2),
 }
@@ -82,28 +82,19 @@ def unpack_codes(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _code_pair(words, MASK: tl.constexpr):
-    """The two halves of the masked words as fp16 [..., 2]: codes of place i times 4**i * 2**-24."""
-    pair = words & MASK
-    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.join(low, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True))
-
-
-@triton.jit
 def unpack_in_place(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Words int32 [ROWS, COLUMNS / 16] -> fp16 [ROWS, COLUMNS]; one mask for two codes, no other operation.
+    """Words int32 [ROWS, COLUMNS / 16] -> fp16 [ROWS, COLUMNS]; compiles to one mask for two codes.
 
     Column ((word // 4) * 8 + i) * 8 + 2 * (word % 4) + b is code 8 b + i of the word, times 2**-24 and 4**i
     (4**(i - 5) from i = 5 on): the order in which a lane of the matrix unit reads its own words.
     """
-    words = tl.reshape(words, (ROWS, COLUMNS // 64, 4))
-    high = words >> 10
-    pair0 = tl.join(_code_pair(words, 0x00030003), _code_pair(words, 0x000C000C))
-    pair1 = tl.join(_code_pair(words, 0x00300030), _code_pair(words, 0x00C000C0))
-    pair2 = tl.join(_code_pair(words, 0x03000300), _code_pair(high, 0x00030003))
-    pair3 = tl.join(_code_pair(high, 0x000C000C), _code_pair(high, 0x00300030))
-    codes = tl.join(tl.join(pair0, pair1), tl.join(pair2, pair3))  # [ROWS, C / 64, 4, b, i0, i1, i2]
-    return tl.reshape(tl.permute(codes, (0, 1, 6, 5, 4, 2, 3)), (ROWS, COLUMNS))
+    words = tl.reshape(words, (ROWS, COLUMNS // 64, 1, 4, 1))
+    i = tl.reshape(tl.arange(0, 8), (1, 1, 8, 1, 1))
+    b = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2))
+    place = tl.where(i >= 5, i - 5, i)
+    pair = (words >> tl.where(i >= 5, 10, 0)) & (0x00030003 << (2 * place))
+    half = (pair >> (16 * b)).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(half, (ROWS, COLUMNS))
 
 
 @triton.jit
