@@ -5,11 +5,11 @@ imported it already. `interpret(function, *arguments)` runs a function of an imp
 was told to interpret from the start; arguments and results are NumPy arrays and plain values.
 """
 
-import atexit
 import concurrent.futures
 import functools
 import importlib.util
 import multiprocessing
+import multiprocessing.util
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,7 +37,9 @@ def _child() -> concurrent.futures.Executor:
     pool = concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
     )
-    atexit.register(pool.shutdown, cancel_futures=True)
+    # A finalizer, because a child of multiprocessing waits for its own children before it runs atexit; of
+    # high priority, because the pool's queues close at 10 and the shutdown needs them.
+    multiprocessing.util.Finalize(pool, pool.shutdown, kwargs={"cancel_futures": True}, exitpriority=100)
     return pool
 
 
