@@ -207,4 +207,6 @@ def test_triton_peak_on_device(tokens: int) -> None:
     if tokens:
         assert peaks[1] <= peaks[0] * 1.01, peaks
     else:
-        assert peaks[1] < HISTORIES[1] * HEADS * HEAD_DIM * 2 / 10, peaks
+        # Partial results grow with the splits until these fill the device; a tenth of the history's keys and
+        # values in BF16 is far more than they need and far less than a restored history.
+        assert peaks[1] < 2 * HISTORIES[1] * HEADS * HEAD_DIM * 2 / 10, peaks

@@ -44,9 +44,11 @@ class Tuning:
 
 
 # By padded head_dim. One warp a program: nothing waits for another warp; more where registers run out.
+# 128 is the fastest of five settings on an H200 at batch 8 and 32 (520 against 694 us for 10 programs and 168
+# registers, batch 8, 102 400 tokens); the other head_dims are not compared.
 TUNING = {
     64: Tuning(programs_per_processor=16, warps=1, stages=3),
-    128: Tuning(programs_per_processor=10, warps=1, stages=3, registers=168),
+    128: Tuning(programs_per_processor=16, warps=1, stages=3, registers=128),
     256: Tuning(programs_per_processor=4, warps=4, stages=2),
     512: Tuning(programs_per_processor=2, warps=8, stages=2),
 }
