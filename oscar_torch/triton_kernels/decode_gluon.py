@@ -61,7 +61,7 @@ class Tuning:
     prefetch_values: bool
 
 
-# 128 is the fastest of eight settings on an H200 at batch 8 and 32 (182 and 249 us with every launch; 12 warps
+# 128 is the fastest of eight settings on an H200 at batch 8 and 32 (182 and 249 us in all; 12 warps
 # take 193 and 271, but 47 instead of 50 us at batch 1); the other head_dims are not compared.
 TUNING = {
     64: Tuning(warps_per_processor=16, registers=128, prefetch_values=False),
