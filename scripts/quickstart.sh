@@ -18,5 +18,5 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
 fi
 echo "installing the project and the demo's packages (the first time takes minutes)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[demo]'
 exec .venv/bin/python scripts/quickstart.py "$@"
