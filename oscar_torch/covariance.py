@@ -19,6 +19,7 @@ Tokens at positions < skip_tokens (the sink, never coded) count for queries and 
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 
@@ -229,15 +230,15 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
 
 def save_statistics(statistics: Mapping[int, LayerStatistics], path: str | os.PathLike[str]) -> None:
     """Writes the statistics as safetensors (float64), readable by `oscar_jax.calibrate.load_statistics`."""
-    arrays, metadata = {}, {}
+    arrays, scalars = {}, {}
     for layer, entry in statistics.items():
         for field in dataclasses.fields(entry):
             value = getattr(entry, field.name)
             if isinstance(value, np.ndarray):
                 arrays[f"{layer}.{field.name}"] = np.ascontiguousarray(value)
             elif value is not None:
-                metadata[f"{layer}.{field.name}"] = str(value)
-    save_file(arrays, path, metadata=metadata)
+                scalars[f"{layer}.{field.name}"] = value
+    save_file(arrays, path, metadata={"scalars": json.dumps(scalars, sort_keys=True)})
 
 
 def _moment(rows: Tensor) -> Tensor:
