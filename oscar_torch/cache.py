@@ -21,11 +21,6 @@ from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 
 
-def num_history_pages(length: int, config: CacheConfig) -> int:
-    """INT2 pages of a sequence of `length` tokens."""
-    return config.history_pages(length)
-
-
 def allocate_layer_cache(
     config: CacheConfig,
     batch: int,
