@@ -95,7 +95,6 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
     m = Warpgroup(block)
     m.area = m.shared_base + shape.transform_bytes + m.index * shape.area_bytes
     head_dim = shape.head_dim
-    g, c = m.lane >> 2, m.lane & 3
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
     row_bytes = 2 * head_dim
     chunks = head_dim // 8  # of 16 bytes in a row
@@ -140,39 +139,59 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
         other = shape.tile_bytes - buffer
         fetch_if_there(page + stride, other)
         m.wait_copies(1)
-        largest = _clean_own_rows(m, [slot + buffer for slot in slots])
-        page_head = page * shape.heads + head
-        if kind == "key":
-            _page_mean(m, shape, refs, m.area + buffer, largest, page_head)
-        m.sync_warpgroup()  # cleaned rows and mean are visible
-
-        y, exponents = _rotate_rows(m, shape, m.area + buffer, g, c)
-        bounds = []
-        for half in range(2):
-            total = functools.reduce(lambda a, b: a + b, [x.abs() >> fmt.ABS_SHIFT for x in y[half]])
-            for distance in (1, 2):
-                total = total + m.shuffle_xor(total, distance)
-            mean_abs = total >> head_dim.bit_length() - 1  # head_dim is a power of two
-            bounds.append((mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT)
-
-        def store_scales():
-            bits = []
-            for half in range(2):
-                unit = ((exponents[half] + (127 - fmt.SCALE_BITS)) << 23).as_float()
-                bits.append((bounds[half].to_float() * unit).bfloat16_bits())
-            token = page_head * PAGE + m.warp * 16 + frag.row_token(g, 0)
-            m.store_global(m.pointer(refs[kind + "_scale"]).at(token, 2), [bits[0] | (bits[1] << 16)])
-
-        m.when(c.eq(0), store_scales)
-        planes = [_code_planes(m, y[half], bounds[half]) for half in range(2)]
-        store = _store_key_words if kind == "key" else _store_value_words
-        store(m, shape, refs, planes, page_head, g, c)
+        tile, staged = m.area + buffer, [slot + buffer for slot in slots]
+        _quantize_tile(m, shape, refs, kind, tile, staged, page * shape.heads + head, multiplier)
         m.sync_warpgroup()  # the tile and the words may be overwritten
         return [page + stride, other]
 
     count = (m.Int(shape.pages + stride - 1) - first).max(0).udiv(stride)
     m.loop(count, [first, m.Int(0)], page_step)
     m.wait_copies(0)
+
+
+def _quantize_tile(
+    m: Any,
+    shape: QuantizeShape,
+    refs: dict,
+    kind: str,
+    tile: Any,
+    slots: list,
+    page_head: Any,
+    multiplier: Any,
+) -> None:
+    """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
+
+    `slots` are the addresses of the chunks that this thread copied; `page_head` = page * heads + head is
+    where the result goes. The transform lies at the start of shared memory, the value mean in the group's
+    area.
+    """
+    largest = _clean_own_rows(m, slots)
+    if kind == "key":
+        _page_mean(m, shape, refs, tile, largest, page_head)
+    m.sync_warpgroup()  # cleaned rows and mean are visible
+
+    g, c = m.lane >> 2, m.lane & 3
+    y, exponents = _rotate_rows(m, shape, tile, g, c)
+    bounds = []
+    for half in range(2):
+        total = functools.reduce(lambda a, b: a + b, [x.abs() >> fmt.ABS_SHIFT for x in y[half]])
+        for distance in (1, 2):
+            total = total + m.shuffle_xor(total, distance)
+        mean_abs = total >> shape.head_dim.bit_length() - 1  # head_dim is a power of two
+        bounds.append((mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT)
+
+    def store_scales():
+        bits = []
+        for half in range(2):
+            unit = ((exponents[half] + (127 - fmt.SCALE_BITS)) << 23).as_float()
+            bits.append((bounds[half].to_float() * unit).bfloat16_bits())
+        token = page_head * PAGE + m.warp * 16 + frag.row_token(g, 0)
+        m.store_global(m.pointer(refs[kind + "_scale"]).at(token, 2), [bits[0] | (bits[1] << 16)])
+
+    m.when(c.eq(0), store_scales)
+    planes = [_code_planes(m, y[half], bounds[half]) for half in range(2)]
+    store = _store_key_words if kind == "key" else _store_value_words
+    store(m, shape, refs, planes, page_head, g, c)
 
 
 def _code_planes(m: Any, y: list, bound: Any) -> list[tuple]:
