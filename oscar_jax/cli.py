@@ -512,8 +512,9 @@ def _run_evaluate(arguments: argparse.Namespace) -> int:
                 on_chunk=lambda count: progress.advance(task, count),
             )
             results.append(result)
-    document = evaluate.evaluation_document(results, methods, about)
-    evaluate.save_evaluation(document, results, methods, out)
+            # Saved after every text, so that an interrupted run keeps what it has measured.
+            document = evaluate.evaluation_document(results, methods, about)
+            evaluate.save_evaluation(document, results, methods, out)
     for part in [*document["texts"], {"label": "all texts", "methods": document["methods"]}]:
         if len(document["texts"]) > 1 or "digest" in part:
             _print_evaluation(part["label"], part["methods"])

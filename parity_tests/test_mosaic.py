@@ -489,6 +489,23 @@ def test_decode_cases_on_device(name: str) -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize(("group", "head_dim", "tokens"), [(2, 64, 64), (4, 128, 200), (1, 256, 130)])
+def test_prefill_on_device(group: int, head_dim: int, tokens: int) -> None:
+    rng = np.random.default_rng([head_dim, tokens])
+    heads, lengths = 2, [705, 65, 4160, 0]
+    cache = random_cache(heads, group, head_dim, lengths, rng)
+    rotation = random_rotation(heads, head_dim, rng)
+    query = jnp.asarray(rng.normal(0, 1, (len(lengths), tokens, heads * group, head_dim)), jnp.bfloat16)
+    key, value = jnp.asarray(rng.normal(0, 1, (2, len(lengths), tokens, heads, head_dim)), jnp.bfloat16)
+    new = [tokens, 2, tokens - 3, tokens]
+    options = {"new_lengths": jnp.asarray(new, jnp.int32), "scale": head_dim**-0.5}
+    got = _named(ops.chunk_attention, query, key, value, cache, rotation, **options)
+    want = attention.chunk_attention(query, key, value, cache, rotation, **options)
+    for b, count in enumerate(new):
+        assert_close(got[b : b + 1, :count], want[b : b + 1, :count])
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("family", sorted(row_families.ROW_FAMILIES))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_quantize_on_device(head_dim: int, family: str) -> None:
