@@ -10,6 +10,7 @@ entries of padding rows can point there.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -154,7 +155,23 @@ def append_rows(
         check_capacity(cache, new_lengths)
     if isinstance(cache, DenseCache):
         return _append_dense(cache, key, value, new_lengths)
-    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    paged = functools.partial(_append_paged, implementation=implementation)
+    arguments = (cache, rotation, round_to_bfloat16(key), round_to_bfloat16(value), new_lengths)
+    if key.shape[1] > 1:
+        return paged(*arguments)
+    return ops.append_token(*arguments, reference=paged, implementation=implementation)
+
+
+def _append_paged(
+    cache: LayerCache,
+    rotation: Any,
+    key: jax.Array,
+    value: jax.Array,
+    new_lengths: jax.Array,
+    *,
+    implementation: str | None,
+) -> LayerCache:
+    """`append_rows` for any number of rows: collects the pages that leave, quantizes and scatters them."""
     new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     cache = _write_pages(cache, rotation, pages, implementation)

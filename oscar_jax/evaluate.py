@@ -26,7 +26,7 @@ from .config import CacheConfig, CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
 from .rotation import KEY_BASES, RotationSet, fit_layer_rotation, hadamard_matrix
-from .runner import Method, Runner, allocate_caches, layer_error, method_bytes
+from .runner import Method, Runner, allocate_caches, compare_distributions, layer_error, method_bytes
 from .text import TextError, TokenStream
 
 PROBES = 256  # query positions at which attention itself is compared
@@ -206,8 +206,9 @@ def evaluate_stream(
         index = np.zeros(rows, np.int32)
         index[: len(local)] = local
         targets = tokens[np.minimum(start + index + 1, context - 1)]
-        reference = None
-        for method in methods:
+        here = probes[(probes >= start) & (probes < start + count)] - start
+        measured, captured, reference = {}, [], None
+        for method in methods:  # bf16 comes first: it is the reference, of itself as well
             capture = tuple(layers) if method.kind == "bf16" else ()
             hidden, caches[method.name], queries = runner.step(
                 runner.state,
@@ -217,19 +218,16 @@ def evaluate_stream(
                 dict(method.rotations),
                 capture=capture,
             )
-            if capture:
-                here = probes[(probes >= start) & (probes < start + count)] - start
-                for store, query in zip(probe_queries, queries):
-                    store.append(np.asarray(query[0, here], np.float32))
-            if not len(local):
-                continue
-            if reference is None:  # bf16 comes first, and is its own reference
-                reference = runner.log_probabilities(runner.state, hidden[0, index])
-                nll = -reference[np.arange(rows), targets]
-                measured = nll, jnp.zeros(rows), jnp.ones(rows, bool)
-            else:
-                measured = runner.judge(runner.state, hidden[0, index], reference, targets)
-            measures[method.name].append([np.asarray(x)[: len(local)] for x in measured])
+            captured = queries or captured
+            if len(local):
+                log_q = runner.log_probabilities(runner.state, hidden, index)
+                reference = log_q if method.kind == "bf16" else reference
+                measured[method.name] = compare_distributions(reference, log_q, targets)
+        # Only now wait for the device: until here it could run ahead of this loop.
+        for name, columns in measured.items():
+            measures[name].append([np.asarray(column)[: len(local)] for column in columns])
+        for store, query in zip(probe_queries, captured):
+            store.append(np.asarray(query, np.float32)[0, here])
         on_chunk(count)
 
     joined = {name: [np.concatenate(column) for column in zip(*chunks)] for name, chunks in measures.items()}

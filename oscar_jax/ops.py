@@ -31,6 +31,21 @@ def quantize_pages(
     )
 
 
+def append_token(
+    cache: LayerCache,
+    rotation: Any,
+    key: jax.Array,
+    value: jax.Array,
+    new_lengths: jax.Array,
+    *,
+    reference: Callable,
+    implementation: str | None = None,
+) -> LayerCache:
+    """`cache.append_rows` of at most one row per sequence; `reference` is that function's general way."""
+    kernel = lambda: _mosaic("append_mosaic_gpu").append_token  # noqa: E731
+    return _choose(implementation, kernel, reference, cache, rotation, key, value, new_lengths)
+
+
 def decode_attention(
     query: jax.Array, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> jax.Array:

@@ -57,7 +57,6 @@ class Runner:
     state: Any  # the model's arrays
     step: Callable[..., tuple[jax.Array, list[Any], list[jax.Array]]]
     log_probabilities: Callable[..., jax.Array]
-    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     next_token: Callable[..., jax.Array]
 
 
@@ -84,21 +83,18 @@ def make_runner(model: Any, config: ModelConfig) -> Runner:
         return hidden, caches, queries
 
     @jax.jit
-    def log_probabilities(state, hidden):  # [R, H] -> float32 [R, V]
-        return jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden).astype(jnp.float32), axis=-1)
-
-    @jax.jit
-    def judge(state, hidden, reference, targets):
-        log_q = jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden).astype(jnp.float32), axis=-1)
-        return compare_distributions(reference, log_q, targets)
+    def log_probabilities(state, hidden, index):  # hidden [1, T, H], index int32 [R] -> float32 [R, V]
+        logits = nnx.merge(graph, state).logits(hidden[0, index])
+        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
     @jax.jit
     def next_token(state, hidden):  # [B, H] -> int32 [B]
         return jnp.argmax(nnx.merge(graph, state).logits(hidden), axis=-1).astype(jnp.int32)
 
-    return Runner(config, state, step, log_probabilities, judge, next_token)
+    return Runner(config, state, step, log_probabilities, next_token)
 
 
+@jax.jit
 def compare_distributions(
     reference: jax.Array, log_q: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

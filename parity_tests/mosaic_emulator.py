@@ -231,8 +231,8 @@ class Machine:
         return Int(word.value << np.uint32(1) | x.value >> np.uint32(31))
 
     # ---- warp instructions
-    def mma_s8(self, a, b, c, unsigned_a=False):
-        sums = self._mma(a, b, np.uint8 if unsigned_a else np.int8, np.int8)
+    def mma_s8(self, a, b, c, unsigned_a=False, unsigned_b=False):
+        sums = self._mma(a, b, *(np.uint8 if unsigned else np.int8 for unsigned in (unsigned_a, unsigned_b)))
         return [Int(x.signed + y.astype(np.int64)) for x, y in zip(c, sums)]
 
     def mma_f16(self, a, b, c, bfloat16=False):
@@ -252,12 +252,29 @@ class Machine:
     def any_lane(self, condition):
         return Predicate(np.repeat(self._full(condition).reshape(self.warps, LANES).any(1), LANES))
 
+    def one_lane(self):
+        self._uniform()
+        return Predicate(self._active & (self.thread.signed % LANES == 0))
+
     # ---- memory
     def pointer(self, array: np.ndarray) -> Pointer:
         return Pointer(array.reshape(-1).view(np.uint8), np.zeros(1, np.int64))
 
     def load_global(self, pointer, count=1, offset=0):
         return self._load(pointer.memory, pointer.offset + offset, count)
+
+    def load_changing(self, pointer):
+        return self._load(pointer.memory, pointer.offset, 1)[0]
+
+    def add_global(self, pointer, value, condition):
+        live = np.flatnonzero(self._active & self._full(condition))
+        old = np.zeros(self.threads, np.uint32)
+        offsets = np.broadcast_to(pointer.offset, (self.threads,))
+        for t in live:
+            word = pointer.memory[offsets[t] : offsets[t] + 4].view(np.uint32)
+            old[t] = word[0]
+            word += self._full(value)[t]
+        return Int(old)
 
     def store_global(self, pointer, words, offset=0):
         self._store(pointer.memory, pointer.offset + offset, words)

@@ -285,11 +285,11 @@ class MosaicMachine:
         return Int(_ptx("shf.l.wrap.b32 $0, $1, $2, 1;", [x.value, word.value], [_i32()])[0])
 
     # ---- warp instructions
-    def mma_s8(self, a, b, c, unsigned_a=False):
-        """c[16, 8] + a[16, 32] @ b[32, 8] in int32; a is s8 (or u8), b is s8."""
-        kind = "u8" if unsigned_a else "s8"
+    def mma_s8(self, a, b, c, unsigned_a=False, unsigned_b=False):
+        """c[16, 8] + a[16, 32] @ b[32, 8] in int32; a and b are s8 (or u8)."""
+        kinds = ".".join("u8" if unsigned else "s8" for unsigned in (unsigned_a, unsigned_b))
         code = (
-            f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 "
+            f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 "
             "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
         )
         operands = [x.value for x in (*a, *b, *c)]
@@ -326,6 +326,11 @@ class MosaicMachine:
         code = "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
         return Int(_ptx(code, [condition.to_int().value], [_i32()], memory=True, warp=True)[0]).ne(0)
 
+    def one_lane(self):
+        """True in one lane of a warp whose lanes are all here."""
+        code = "{ .reg .pred p; elect.sync _|p, -1; selp.b32 $0, 1, 0, p; }"
+        return Int(_ptx(code, [], [_i32()], memory=True, warp=True)[0]).ne(0)
+
     # ---- memory
     def pointer(self, ref: ir.Value) -> Pointer:
         return Pointer(llvm.ptrtoint(_i64(), mosaic_utils.memref_ptr(ref)))
@@ -334,6 +339,21 @@ class MosaicMachine:
         """`count` (1, 2, 4) words; the memory must not be written by this kernel."""
         code = f"ld.global.nc.{_vector(count)}, [${count}+{offset}];"
         return [Int(x) for x in _ptx(code, [pointer.value], [_i32()] * count, memory=True)]
+
+    def load_changing(self, pointer):
+        """One word that other blocks of this kernel may write meanwhile."""
+        code = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        return Int(_ptx(code, [pointer.value], [_i32()], memory=True)[0])
+
+    def add_global(self, pointer, value, condition):
+        """Adds to one word, atomically, where the condition holds, and returns what it was there.
+
+        Whoever sees the sum also sees what this thread has seen and written before.
+        """
+        code = "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; "
+        code += "@p atom.add.acq_rel.gpu.global.u32 $0, [$1], $2; }"
+        operands = [pointer.value, value.value, condition.to_int().value]
+        return Int(_ptx(code, operands, [_i32()], memory=True)[0])
 
     def store_global(self, pointer, words, offset=0):
         code = f"st.global.{_store_form(len(words), offset)}"
