@@ -225,6 +225,8 @@ class Machine:
         selector = np.broadcast_to(_bits(selector), (self.threads,))
         which = np.stack([(selector >> np.uint32(4 * i)) & 7 for i in range(4)], -1)
         chosen = np.take_along_axis(source, which.astype(np.int64), -1)
+        signs = np.stack([(selector >> np.uint32(4 * i)) & 8 for i in range(4)], -1) != 0
+        chosen = np.where(signs, (chosen.view(np.int8) >> 7).view(np.uint8), chosen)
         return Int(np.ascontiguousarray(chosen).view(np.uint32)[:, 0])
 
     def shift_in_sign(self, word, x):
@@ -238,6 +240,23 @@ class Machine:
     def mma_f16(self, a, b, c, bfloat16=False):
         kind = ml_dtypes.bfloat16 if bfloat16 else np.float16
         return [Float(x.value + y) for x, y in zip(c, self._mma(a, b, kind, kind))]
+
+    def wgmma_fence(self, registers):
+        return [_Handed(x.value) for x in registers]
+
+    def wgmma_s8(self, a, b, c=None, *, columns, unsigned_a=False):
+        c = c or [_InFlight(np.int64(0))] * (columns // 2)
+        assert all(isinstance(x, _Handed) for x in a) and all(isinstance(x, _Handed | _InFlight) for x in c)
+        word = (self.lane.signed >> 2) * 16 + (self.lane.signed & 3) * 4
+        out = []
+        for n in range(columns // 8):
+            right = [self._load(self.shared, b.signed + word + 256 * n + 128 * i, 1)[0] for i in range(2)]
+            sums = self._mma(a, right, np.uint8 if unsigned_a else np.int8, np.int8)
+            out += [_InFlight(x.result + y.astype(np.int64)) for x, y in zip(c[4 * n : 4 * n + 4], sums)]
+        return out
+
+    def wgmma_wait(self, registers):
+        return [Int(x.result) for x in registers]
 
     def transpose_8x8(self, word):
         halves = self._full(word).view(np.uint16).reshape(self.warps, 8, 8)
@@ -442,6 +461,22 @@ class Machine:
         )
         data = np.stack([self._full(x) for x in words], -1)[live]
         memory[at[live][:, None] + np.arange(size)] = np.ascontiguousarray(data).view(np.uint8)
+
+
+class _Handed(Int):
+    """A register that the matrix unit may read."""
+
+    @property
+    def result(self) -> np.ndarray:
+        return self.signed
+
+
+class _InFlight(Int):
+    """A register of a product that nobody has waited for: poison, until then."""
+
+    def __init__(self, result: np.ndarray):
+        super().__init__(POISON)
+        self.result = result
 
 
 @dataclasses.dataclass

@@ -236,6 +236,26 @@ def _ptx_float(code: str, *operands: Float) -> Float:
     return Float(_ptx(code, [x.value for x in operands], [_f32()])[0])
 
 
+def _ptx_through(code: str, registers: Sequence[Int]) -> list[Int]:
+    """The registers after `code`: what the compiler computes from them stays on this side of it."""
+    count = len(registers)
+    constraints = ["=r"] * count + [str(i) for i in range(count)]
+    return _inline_asm(code, [x.value for x in registers], constraints, count)
+
+
+def _inline_asm(code: str, operands: Sequence[ir.Value], constraints: Sequence[str], count: int) -> list[Int]:
+    """Inline PTX with `count` > 1 results, for the constraints that `inline_ptx` does not know."""
+    out = llvm.inline_asm(
+        llvm.StructType.get_literal([_i32()] * count),
+        list(operands),
+        code,
+        ",".join(constraints),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return [Int(llvm.extractvalue(_i32(), out, [i])) for i in range(count)]
+
+
 _VECTOR = {1: "b32 {0}", 2: "v2.b32 {{{0},{1}}}", 4: "v4.b32 {{{0},{1},{2},{3}}}"}
 
 
@@ -274,7 +294,10 @@ class MosaicMachine:
         return Int(_ptx("max.u16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
 
     def gather_bytes(self, a, b, selector: Int | int):
-        """Four bytes out of the eight of (a, b); nibble i of the selector names the source of byte i."""
+        """Four bytes out of the eight of (a, b); nibble i of the selector names the source of byte i.
+
+        With bit 3 of the nibble, byte i is that source's sign bit, eight times.
+        """
         if isinstance(selector, int):
             return Int(_ptx(f"prmt.b32 $0, $1, $2, {selector};", [a.value, b.value], [_i32()])[0])
         operands = [a.value, b.value, selector.value]
@@ -304,6 +327,42 @@ class MosaicMachine:
         )
         operands = [x.value for x in (*a, *b, *c)]
         return [Float(x) for x in _ptx(code, operands, [_f32()] * 4, warp=True)]
+
+    # ---- warpgroup instructions: the registers of a product are in flight from wgmma_fence to wgmma_wait
+    def wgmma_fence(self, registers):
+        """Hands registers, all that the following products read, to the matrix unit; returns them."""
+        return _ptx_through("wgmma.fence.sync.aligned;", registers)
+
+    def wgmma_s8(self, a, b, c=None, *, columns: int, unsigned_a=False):
+        """Starts c[64, columns] + a[64, 32] @ b[32, columns] in int32 (c = 0 if left out), for a warpgroup.
+
+        Every warp holds 16 rows of a (s8 or u8) and of the result, laid out as for `mma_s8`, and every 8 columns
+        are 4 registers. b (s8) lies in shared memory at the address b, the same in all warps: per 8 columns
+        256 bytes, two matrices of 16 bytes of the contraction each, in a matrix 16 bytes per column.
+        """
+        count = columns // 2
+        first = count if c is None else 2 * count
+        out, left = (
+            "{" + ",".join(f"${i}" for i in range(n, n + size)) + "}" for n, size in ((0, count), (first, 4))
+        )
+        code = (
+            f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{'u8' if unsigned_a else 's8'}.s8 "
+            f"{out}, {left}, ${first + 4}, p; }}"
+        )
+        # Descriptor: address, distance along the contraction and along the columns, in units of 16 bytes.
+        low = ((b >> 4) & 0x3FFF) | (128 // 16) << 16
+        high = mosaic_utils.c((256 // 16) << 32, _i64())
+        descriptor = arith.ori(arith.extui(_i64(), low.value), high)
+        tied = [] if c is None else [x.value for x in c]
+        constraints = ["=r"] * count + [str(i) for i in range(len(tied))] + ["r"] * 4 + ["l"]
+        operands = [*tied, *(x.value for x in a), descriptor]
+        return _inline_asm(code, operands, constraints, count)
+
+    def wgmma_wait(self, registers):
+        """Waits for all products that this warpgroup has started; returns their registers."""
+        code = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        return _ptx_through(code, registers)
 
     def transpose_8x8(self, word):
         """Transposes the 8x8 matrix of 16-bit halves of which lane 4r + c holds row r, columns 2c, 2c+1."""
