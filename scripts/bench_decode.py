@@ -10,6 +10,7 @@ Layers are cut until the BF16 caches fit into `--memory`; the report names how m
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from bench_attention import about, random_cache, sequence_bytes
 from flax import nnx
 
+from oscar_jax import cache_format as fmt
 from oscar_jax import ops
 from oscar_jax.cache import append_rows
 from oscar_jax.layer_cache import DenseCache
@@ -29,7 +31,7 @@ from oscar_jax.models.config import ModelConfig, RopeConfig
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.rotation import hadamard_rotation
 
-STEPS = 16  # per sample
+STEPS = 16  # per sample; with the three samples and the one before them every sequence flushes one page
 QUICK_LAYERS = 6
 
 
@@ -62,6 +64,24 @@ def tiny(layers: int) -> ModelConfig:
     )
 
 
+def random_weights(config: ModelConfig) -> tuple[Any, list[Any]]:
+    """The decoder as a structure and its arrays: normal matrices, unit norms, made on the device."""
+    shapes = nnx.eval_shape(
+        lambda: Decoder(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    leaves, structure = jax.tree.flatten(nnx.split(shapes))
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return (0.02 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+
+    arrays = [
+        normal(i, x.shape, x.dtype) if len(x.shape) > 1 else jnp.ones(x.shape, x.dtype)
+        for i, x in enumerate(leaves)
+    ]
+    return structure, arrays
+
+
 MODELS = {"qwen3-8b": (qwen3_8b, 36), "tiny": (tiny, 2)}
 
 
@@ -90,50 +110,60 @@ class DenseAttention:
 
 def measure(
     config: ModelConfig, weights: Any, kind: str, batch: int, length: int, options: argparse.Namespace
-) -> float:
-    """Median milliseconds per decode step with caches of `kind`, starting at `length` tokens."""
-    geometry = config.cache_config()
-    graph, state = weights
-    total = length + STEPS * (options.samples + 1)
-    if kind == "int2":
-        # The tables hold the pages that the steps will complete, too.
-        caches: list[Any] = [
-            random_cache(geometry, batch, total, layer) for layer in range(config.num_layers)
-        ]
-        history = jnp.full(batch, geometry.history_pages(length), jnp.int32)
-        lengths = jnp.full(batch, length, jnp.int32)
-        caches = [dataclasses.replace(c, lengths=lengths + 0, history_pages=history + 0) for c in caches]
-    else:
-        shape = (batch, total, geometry.num_key_value_heads, geometry.head_dim)
-        rows = jax.jit(lambda i: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16))
-        caches = [
-            DenseCache(rows(2 * layer), rows(2 * layer + 1), jnp.full(batch, length, jnp.int32))
-            for layer in range(config.num_layers)
-        ]
-    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(geometry.num_key_value_heads, geometry.head_dim))
-    rotations = dict.fromkeys(range(config.num_layers), rotation)
+) -> tuple[float, float]:
+    """Median milliseconds per decode step with caches of `kind`, at about `length` tokens; compile seconds.
 
-    def step(state: Any, tokens: jax.Array, caches: list[Any], rotations: Any) -> tuple[jax.Array, list[Any]]:
+    The lengths of a batch differ by less than a page, so that the sequences flush in different steps.
+    """
+    geometry = config.cache_config()
+    structure, arrays = weights
+    total = length + STEPS * (options.samples + 1)
+    stored = [length - b * fmt.PAGE_TOKENS // batch for b in range(batch)]
+    pages = [geometry.history_pages(n) for n in stored]
+    caches: list[Any] = []
+    for layer in range(config.num_layers):
+        # Arrays of their own for every layer: they are donated.
+        lengths, history = jnp.asarray(stored, jnp.int32), jnp.asarray(pages, jnp.int32)
         if kind == "int2":
+            # The tables hold the pages that the steps will complete, too.
+            cache: Any = random_cache(geometry, batch, total, layer)
+            caches.append(dataclasses.replace(cache, lengths=lengths, history_pages=history))
+        else:
+            shape = (batch, total, geometry.num_key_value_heads, geometry.head_dim)
+            caches.append(DenseCache(_rows(2 * layer, shape), _rows(2 * layer + 1, shape), lengths))
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(geometry.num_key_value_heads, geometry.head_dim))
+
+    def step(
+        arrays: list[Any], tokens: jax.Array, caches: list[Any], rotation: Any
+    ) -> tuple[jax.Array, list[Any]]:
+        if kind == "int2":
+            rotations: Any = dict.fromkeys(range(config.num_layers), rotation)
             new = jnp.ones(batch, jnp.int32)
             attention: Any = CachedAttention(config, rotations, new, implementation=options.implementation)
         else:
             attention = DenseAttention(config, options.baseline)
         positions = caches[0].lengths[:, None]
-        model = nnx.merge(graph, state)
+        model = nnx.merge(*jax.tree.unflatten(structure, arrays))
         logits, caches = model(tokens[:, None], caches, positions=positions, attention=attention)
         return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), caches
 
-    step = jax.jit(step, donate_argnums=(2,))
     tokens = jnp.zeros(batch, jnp.int32)
+    start = time.perf_counter()
+    run = jax.jit(step, donate_argnums=2).lower(arrays, tokens, caches, rotation).compile()
+    compile_seconds = time.perf_counter() - start
     samples = []
     for _ in range(options.samples + 1):
         start = time.perf_counter()
         for _ in range(STEPS):
-            tokens, caches = step(state, tokens, caches, rotations)
+            tokens, caches = run(arrays, tokens, caches, rotation)
         jax.block_until_ready(tokens)
         samples.append((time.perf_counter() - start) / STEPS * 1e3)
-    return statistics.median(samples[1:])  # the first holds the compilation
+    return statistics.median(samples[1:]), compile_seconds  # the first sample loads and tunes
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rows(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def write(head: dict[str, Any], rows: list[dict[str, Any]], output: pathlib.Path) -> None:
@@ -177,6 +207,8 @@ def run(options: argparse.Namespace) -> None:
     head |= {"time": "wall, median of samples"}
     begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    weights: Any = None
+    built = 0  # layers of the weights
     for batch in options.batches:
         if time.perf_counter() - begin > options.seconds:
             rows.append({"batch": batch, "skipped": f"not started within {options.seconds:.0f} s"})
@@ -190,23 +222,23 @@ def run(options: argparse.Namespace) -> None:
             rows.append({"batch": batch, "skipped": f"one layer of BF16 rows takes {bf16_bytes} bytes"})
             continue
         config = make_config(layers)
-        model = Decoder(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        weights = nnx.split(model)
-        del model
+        if layers != built:
+            weights = None  # not both at a time
+            weights, built = random_weights(config), layers
         # The embedding is looked up, not read.
         lookup = config.vocab_size * config.hidden_size * 2
-        read = sum(x.nbytes for x in jax.tree.leaves(weights[1])) - lookup
+        read = sum(x.nbytes for x in weights[1]) - lookup
         row: dict[str, Any] = {"batch": batch, "layers": layers, "weight_bytes": read}
         row["allowed_speed_up"] = (read + layers * bf16_bytes) / (read + layers * int2_bytes)
         for kind in ("int2", "bf16"):
-            row[f"{kind}_ms"] = measure(config, weights, kind, batch, options.length, options)
+            timing = measure(config, weights, kind, batch, options.length, options)
+            row[f"{kind}_ms"], row[f"{kind}_compile_seconds"] = timing
             row[f"{kind}_tokens_per_second"] = batch / row[f"{kind}_ms"] * 1e3
         row["speed_up"] = row["bf16_ms"] / row["int2_ms"]
         row["share_of_allowed"] = row["speed_up"] / row["allowed_speed_up"]
         rows.append(row)
         print(json.dumps(row), flush=True)
         write(head, rows, output)
-        del weights
     write(head, rows, output)
 
 
