@@ -28,7 +28,12 @@ from oscar_jax import (  # noqa: E402
 from oscar_jax import cache as layer_cache  # noqa: E402
 from oscar_jax.cache import LayerCache  # noqa: E402
 from oscar_jax.config import CacheConfig  # noqa: E402
-from oscar_jax.pallas import decode_mosaic_gpu, prefill_mosaic_gpu, quantize_mosaic_gpu  # noqa: E402
+from oscar_jax.pallas import (  # noqa: E402
+    decode_mosaic_gpu,
+    merge_mosaic_gpu,
+    prefill_mosaic_gpu,
+    quantize_mosaic_gpu,
+)
 from oscar_jax.pallas import fragments as frag  # noqa: E402
 from oscar_jax.pallas.tuning import DecodePlan  # noqa: E402
 from oscar_jax.rotation import hadamard_rotation  # noqa: E402
@@ -118,23 +123,36 @@ def assert_close(got: Any, want: Any) -> None:
 def emulated() -> Iterator[None]:
     """Runs the kernel bodies in the emulator instead of launching them."""
 
-    def partials(query_rotated: Any, query: Any, cache: Any, shape: Any) -> Any:
-        names = decode_mosaic_gpu._ARGUMENTS[2:-2]
-        arrays = {name: np.array(getattr(cache, name)) for name in names}
-        arrays |= {"query_rotated": np.array(query_rotated), "query": np.array(query)}
-        counts = (shape.batch, shape.heads, shape.group, shape.partials)
-        arrays["out"] = np.full((*counts, shape.head_dim), np.nan, np.float32)
-        arrays["lse"] = np.full(counts, np.nan, np.float32)
-        grid = (shape.partials, shape.heads * shape.tiles, shape.batch)
+    def run(body: Any, shape: Any, grid: Any, warps: int, inputs: dict, outputs: dict) -> tuple:
+        arrays = {name: np.array(x) for name, x in inputs.items()}
+        arrays |= {name: np.full(counts, np.nan, np.float32) for name, counts in outputs.items()}
         for block in np.ndindex(*grid):
-            machine = emulator.Machine(shape.shared_bytes, shape.warps)
-            decode_mosaic_gpu.decode_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
-        return jnp.asarray(arrays["out"]), jnp.asarray(arrays["lse"])
+            machine = emulator.Machine(shape.shared_bytes, warps)
+            body(machine, shape, tuple(map(emulator.Int, block)), arrays)
+        return tuple(jnp.asarray(arrays[name]) for name in outputs)
+
+    def decode(shape: Any) -> Any:
+        names = decode_mosaic_gpu._inputs(shape)
+        counts = (shape.batch, shape.heads, shape.group, shape.partials)
+        outputs = {"out": (*counts, shape.head_dim), "lse": counts}
+        grid = (shape.partials, shape.heads * shape.tiles, shape.batch)
+        body = decode_mosaic_gpu.decode_body
+        return lambda *operands: run(body, shape, grid, shape.warps, dict(zip(names, operands)), outputs)
+
+    def rows(body: Any, names: tuple, output: str) -> Any:
+        def kernel(shape: Any) -> Any:
+            counts = (shape.batch, shape.heads, shape.group, shape.head_dim)
+            grid, warps = shape.grid.values(), merge_mosaic_gpu.WARPS
+            return lambda *operands: run(
+                body, shape, grid, warps, dict(zip(names, operands)), {output: counts}
+            )
+
+        return kernel
 
     def quantize(shape: Any) -> Any:
         inputs, outputs = quantize_mosaic_gpu._argument_names(shape.kinds)
 
-        def run(*operands: Any) -> tuple:
+        def launch(*operands: Any) -> tuple:
             arrays = dict(zip(inputs, map(np.array, operands)))
             shapes = cache_format.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
             for name in outputs:
@@ -147,10 +165,14 @@ def emulated() -> Iterator[None]:
                 arrays[n] if n.endswith("codes") else arrays[n].view(jnp.bfloat16.dtype) for n in outputs
             )
 
-        return run
+        return launch
 
+    rotate = rows(merge_mosaic_gpu.rotate_body, ("query", "query_transform"), "query_rotated")
+    merge = rows(merge_mosaic_gpu.merge_body, merge_mosaic_gpu._MERGE_INPUTS, "result")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_mosaic_gpu, "decode_partials", partials)
+        patch.setattr(decode_mosaic_gpu, "_decode_kernel", decode)
+        patch.setattr(merge_mosaic_gpu, "_rotate_kernel", rotate)
+        patch.setattr(merge_mosaic_gpu, "_merge_kernel", merge)
         patch.setattr(quantize_mosaic_gpu, "_quantize_kernel", quantize)
         yield
 

@@ -21,26 +21,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import cache_format as fmt
 from ..config import ShapeError
 from . import fragments as frag
+from .merge_mosaic_gpu import merge_partials, rotate_few_queries
 from .tuning import decode_plan
 
 PAGE = fmt.PAGE_TOKENS
 HEAD_DIMS = (64, 128, 256)
 WARP_LANES = 32
-WARPGROUP = 4  # warps
+ROTATED_IN_BLOCK = 128  # largest head_dim whose query_transform every block reads; else in a launch before
 
 _LOG2E = math.log2(math.e)
-_FIXED_MAX = 32000.0  # largest fixed-point query entry; its high byte stays inside -128..127
+_FIXED_MAX = 32000.0  # largest fixed-point query entry of all; its high byte stays inside -128..127
+# A score is an integer of the size of 1.5 D times a query entry. Below 2**22, and started at _MIDDLE_BITS, its
+# register is the float _MIDDLE + score.
+_MIDDLE, _MIDDLE_BITS = 1.5 * 2.0**23, 0x4B400000
 _EMPTY = -1e30  # running maximum before the first page
 _TINY = 1e-30
-# The maximum is only moved when a score exceeds it by more than this (base 2), so that most pages skip the
-# rescaling; P then reaches 2**5, and with P * scale * 2**_P_SHIFT below 2**15 it still fits float16.
-_SLACK = 5.0
-_P_SHIFT = 9
+# The maximum is only moved when P, summed over a lane's tokens of a page, exceeds this: after the first page
+# hardly ever. P in fixed point is a fraction of the page's own largest.
+_SLACK = 2.0**24
+# Largest fixed-point P * scale: a page's sum of 64 of them times code 3 then stays below 2**23, so that with
+# _WHOLE_BITS added the integer sum is the float 2**23 + sum.
+_FRACTION_MAX = 40000.0
+_WHOLE, _WHOLE_BITS = 2.0**23, 0x4B000000
+_ROTATE_STEP = 32  # entries of its matrix column that a thread loads at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +64,8 @@ class DecodeShape:
     splits: int  # blocks per sequence and head that share the INT2 pages
     stages: int  # pages in flight per warp
     warps: int  # of a block, a multiple of 4; more warps leave each of them fewer registers
+    mean_pages: int  # pages whose mean keys meet the query in one product, a power of two up to 16
+    transforms: int  # leading axis of query_transform (1: shared, or K); 0: the queries come rotated
     sink_pages: int = 0
     window_slots: int = 0  # 0: only INT2 pages
     window_pages: int = 0  # INT2 pages that a block reads while another one reads a window, if that delays it
@@ -86,15 +95,40 @@ class DecodeShape:
         return self.splits + (self.window_slots > 0)
 
     @property
+    def tile_rows(self) -> int:
+        """Different query rows of a tile; its other columns repeat the last."""
+        return min(self.columns, self.group)
+
+    @property
     def stage_bytes(self) -> int:
-        """One staged page: key codes | value codes | page mean | key scale | value scale."""
-        return fmt.int2_page_bytes(self.head_dim)
+        """One staged page: key codes | value codes | key scale | value scale."""
+        return fmt.int2_page_bytes(self.head_dim) - 2 * self.head_dim
+
+    @property
+    def fixed_max(self) -> float:
+        """Largest fixed-point entry of a rotated query."""
+        return min(_FIXED_MAX, 2.0**22 / (1.5 * self.head_dim) - 8)
+
+    # ---- shared memory: stages | mean keys | rows of the query | barriers; at the end the merge of the warps
+    @property
+    def mean_offset(self) -> int:
+        return self.warps * self.stages * self.stage_bytes
+
+    @property
+    def query_offset(self) -> int:
+        return self.mean_offset + self.warps * self.mean_pages * 2 * self.head_dim
+
+    @property
+    def rotated_stride(self) -> int:
+        """Bytes from one rotated query to the next: four blocks of a lane column each, kept apart."""
+        return 4 * (self.head_dim + 16)
 
     @property
     def barrier_offset(self) -> int:
-        """Where the barriers lie in shared memory, 8 bytes per warp and stage: behind the stages."""
+        """Where the barriers lie, 8 bytes per warp and stage."""
+        queries = self.tile_rows * (4 * self.head_dim + self.rotated_stride) if self.transforms else 0
         merge = 2 * self.warps * 8 * 4 + self.warps * self.columns * self.head_dim * 4
-        return max(self.warps * self.stages * self.stage_bytes, merge)
+        return max(self.query_offset + queries, merge)
 
     @property
     def shared_bytes(self) -> int:
@@ -134,7 +168,8 @@ class _Place:
         self.sequence_head = sequence * shape.heads + head
         self.low_limb = (self.g & 1).ne(0)  # in paired columns
         column_head = self.g >> 1 if shape.paired else self.g
-        row = (tile * shape.columns + column_head).min(shape.group - 1)
+        row = (tile * shape.columns + column_head).min(shape.group - 1)  # columns past the group repeat it
+        self.row_in_tile = row - tile * shape.columns
         self.query_row = self.sequence_head * shape.group + row
         # Lanes whose column statistics belong to the heads of this lane's accumulators (columns 2c, 2c + 1).
         self.stat_lanes = [self.c * 8 + 4 * e for e in range(shape.lane_heads)]
@@ -194,24 +229,81 @@ def _lane_scores(at: _Place, acc: list, row: int) -> list:
     return [pair[0] if at.shape.query_bfloat16 else pair[0] + pair[1]]
 
 
-def _rotated_query(at: _Place) -> tuple[list[list], list, list]:
+def _rotate_query(at: _Place) -> Any:
+    """q' = q @ query_transform for the query rows of this tile, in float32; returns where q' lies.
+
+    All threads copy the rows to shared memory; then thread n computes channel n.
+    """
+    m, shape, refs = at.m, at.shape, at.refs
+    head_dim, rows, threads = shape.head_dim, shape.tile_rows, shape.warps * WARP_LANES
+    source = m.shared_base + shape.query_offset  # float32 [rows, D]
+    target = source + 4 * rows * head_dim
+    size = 2 if shape.query_bfloat16 else 4
+    query = m.pointer(refs["query"]).at(at.sequence_head * shape.group, head_dim * size)
+    for n in range(-(-rows * head_dim // (4 * threads))):
+        four = m.thread + n * threads  # channels 4 * four .. 4 * four + 3 of all rows
+        row, chunk = four.udiv(head_dim // 4), four.umod(head_dim // 4)
+        row_in_group = (at.tile * shape.columns + row).min(shape.group - 1)
+        words = m.load_global(query.at(row_in_group, head_dim * size).at(chunk, 4 * size), size)
+        if shape.query_bfloat16:
+            words = [x for w in words for x in (w << 16, w & 0xFFFF0000)]
+        m.when(row.lt(rows), lambda four=four, words=words: m.store_shared(source + four * 16, words))
+    m.sync_block()
+
+    def multiply():
+        head = at.head if shape.transforms > 1 else 0
+        column = m.pointer(refs["query_transform"]).at(head, 4 * head_dim * head_dim).at(m.thread, 4)
+
+        def load(first):
+            words = [m.load_global(column, 1, 4 * head_dim * (first + d))[0] for d in range(_ROTATE_STEP)]
+            return [w.as_float() for w in words]
+
+        sums, entries = [m.Float(0.0)] * rows, load(0)
+        for first in range(0, head_dim, _ROTATE_STEP):
+            now, last = entries, first + _ROTATE_STEP == head_dim
+            entries = [] if last else load(first + _ROTATE_STEP)
+            for d in range(0, _ROTATE_STEP, 4):
+                for r in range(rows):
+                    four = m.load_shared(source, 4, 4 * (r * head_dim + first + d))
+                    for x, entry in zip(four, now[d : d + 4]):
+                        sums[r] = x.as_float().fma(entry, sums[r])
+        for r in range(rows):
+            m.store_shared(target + _rotated_place(shape, r, m.thread), [sums[r].as_int()])
+
+    m.when(m.thread.lt(head_dim), multiply)
+    m.sync_block()
+    return target
+
+
+def _rotated_place(shape: DecodeShape, row: Any, channel: Any) -> Any:
+    """Byte offset of a rotated query's channel: the lanes that read together find it in different banks."""
+    block = 16 * (shape.head_dim // 64)  # channels of one lane column
+    return row * shape.rotated_stride + channel.udiv(block) * (4 * block + 16) + channel.umod(block) * 4
+
+
+def _rotated_query(at: _Place, rotated: Any | None) -> tuple[list[list], list, list]:
     """The rotated query as fixed-point right operands, the start of the integer sums, and their unit.
 
-    Returns operands (one list when paired, else high and low), per lane head the int32 -1.5 * sum(q'), and
-    the float32 largest |q'|, of which an integer step is 1 / _FIXED_MAX.
+    It lies at `rotated` in shared memory, or in the array query_rotated. Returns operands (one list when paired, else high and low), per lane head the int32 _MIDDLE_BITS - 1.5 * sum(q'),
+    and the float32 largest |q'|, of which an integer step is 1 / fixed_max.
     """
     m, shape = at.m, at.shape
     parts = shape.head_dim // 64
-    base = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64 * parts)
+    if rotated is None:
+        source = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64 * parts)
+        load = m.load_global
+    else:
+        source = rotated + _rotated_place(shape, at.row_in_tile, at.c * (16 * parts))
+        load = m.load_shared
     entries = []  # [j][p]: channel 16 (parts c + j) + p
     for j in range(parts):
-        words = [m.load_global(base, 4, 64 * j + 16 * i) for i in range(4)]
+        words = [load(source, 4, 64 * j + 16 * i) for i in range(4)]
         entries.append([w.as_float() for four in words for w in four])
     top = functools.reduce(lambda a, b: a.max(b), [x.abs() for row in entries for x in row])
     for distance in (1, 2):
         top = top.max(m.shuffle_xor(top, distance))
     top = top.max(_TINY)
-    steps = top.reciprocal() * _FIXED_MAX
+    steps = top.reciprocal() * shape.fixed_max
     total = m.Int(0)
     operands: list[list] = [[], []]
     for j in range(parts):
@@ -229,7 +321,7 @@ def _rotated_query(at: _Place) -> tuple[list[list], list, list]:
                 operands[1].append(_pack_bytes(m, low))
     for distance in (1, 2):
         total = total + m.shuffle_xor(total, distance)
-    offset = [0 - (x * 3).sar(1) for x in at.per_head(total)]
+    offset = [_MIDDLE_BITS - (x * 3).sar(1) for x in at.per_head(total)]
     return operands[: shape.lane_heads], offset, at.per_head(top)
 
 
@@ -245,8 +337,7 @@ def _history(at: _Place, split: Any) -> None:
     m, shape, refs = at.m, at.shape, at.refs
     head_dim, parts, stages, stage = shape.head_dim, shape.head_dim // 64, shape.stages, shape.stage_bytes
     heads = range(shape.lane_heads)
-    value_offset, mean_offset = 16 * head_dim, 32 * head_dim  # bytes inside a stage
-    key_scale_offset = mean_offset + 2 * head_dim
+    value_offset, scale_offset = 16 * head_dim, 32 * head_dim  # bytes inside a stage
 
     # ---- this warp's pages. A sequence may be cut inside its last page: tokens past its end do not count.
     stored = (at.scalar("lengths", at.sequence) - shape.sink_pages * PAGE).max(0)
@@ -258,7 +349,7 @@ def _history(at: _Place, split: Any) -> None:
     first = begin + (m.warp * own).udiv(shape.warps)
     end = begin + ((m.warp + 1) * own).udiv(shape.warps)
 
-    # ---- copies: one lane asks for the five arrays of a page, and a barrier counts their bytes
+    # ---- copies: one lane asks for the four arrays of a page, and a barrier counts their bytes
     ring = m.shared_base + m.warp * (stages * stage)
     barriers = m.shared_base + shape.barrier_offset + m.warp * (8 * stages)
     table = m.pointer(refs["page_table"]).at(at.sequence * shape.table_pages, 4)
@@ -266,7 +357,6 @@ def _history(at: _Place, split: Any) -> None:
     for name, size in (
         ("key_codes", 16 * head_dim),
         ("value_codes", 16 * head_dim),
-        ("key_page_mean", 2 * head_dim),
         ("key_scale", 2 * PAGE),
         ("value_scale", 2 * PAGE),
     ):
@@ -278,7 +368,7 @@ def _history(at: _Place, split: Any) -> None:
             m.start_barrier(barriers, 8 * n)
         m.publish_barriers()
 
-    m.when(m.lane.eq(0), start_barriers)
+    m.when(m.one_lane(), start_barriers)
     m.sync_warp()
 
     def physical_page(index):  # means nothing past the end; then nothing is fetched
@@ -292,7 +382,7 @@ def _history(at: _Place, split: Any) -> None:
             m.copy_bulk(target, source.at(page, shape.heads * size), size, barrier, offset)
 
     def fetch_if_mine(index, slot, page):
-        m.when(m.lane.eq(0) & index.lt(end), lambda: fetch(slot, page))
+        m.when(index.lt(end), lambda: m.when(m.one_lane(), lambda: fetch(slot, page)))
 
     # Of the ring's stages one holds the page whose values are still to be summed, one the page whose scores
     # are computed; the others are on their way.
@@ -301,25 +391,40 @@ def _history(at: _Place, split: Any) -> None:
     for n in range(ahead):
         fetch_if_mine(first + n, m.Int(n), table_ahead[n])
 
+    # ---- mean keys: of a batch of pages at once, one page per row of a product
+    batch, chunks = shape.mean_pages, head_dim // 8  # 16-byte pieces of a mean
+    means = m.shared_base + shape.mean_offset + m.warp * (2 * head_dim * batch)
+    mean_source = m.pointer(refs["key_page_mean"]).at(at.head, 2 * head_dim)
+
+    def batch_pages(batch_first):  # lane n holds the physical page of the n-th page of the batch
+        return physical_page(batch_first + (m.lane & (batch - 1)))
+
+    def fetch_means(batch_first, physical):
+        for n in range(batch * chunks // WARP_LANES):
+            flat = m.lane + WARP_LANES * n
+            row, chunk = flat.udiv(chunks), flat.umod(chunks)
+            page = m.shuffle(physical, row)
+            source = mean_source.at(page, shape.heads * 2 * head_dim).at(chunk, 16)
+            m.when(
+                (batch_first + row).lt(end),
+                lambda flat=flat, source=source: m.copy_async(means + flat * 16, source),
+            )
+        m.commit_copies()
+
+    fetch_means(first, batch_pages(first))
+    next_pages = batch_pages(first + batch)
+
     # ---- right operands
-    key_operands, start, top = _rotated_query(at)
+    key_operands, start, top = _rotated_query(at, _rotate_query(at) if shape.transforms else None)
     mean_operands = _dense_query(at)
-    score_unit = [t * (shape.scale * _LOG2E / _FIXED_MAX) for t in top]  # of the integer sums, base 2
-    mean_unit = [t.reciprocal() * _FIXED_MAX for t in top]  # of q . mean, in units of the integer sums
-    slack = [(u.max(_TINY)).reciprocal() * _SLACK for u in score_unit]
+    bias = (top[0] * 0.0 + _WHOLE).as_int()  # in registers: a literal would be moved there for every product
+    score_unit = [t * (shape.scale * _LOG2E / shape.fixed_max) for t in top]  # of the integer sums, base 2
+    mean_unit = [t.reciprocal() * shape.fixed_max for t in top]  # of q . mean, in units of the integer sums
 
     # ---- loads out of a stage
-    key_rows = [frag.key_token(parts, at.g, n) * (16 * parts) + at.c * (4 * parts) for n in range(8)]
-    turns = frag.key_turns(parts)
-    turned = [(at.g & distance).ne(0) for distance in turns]
-
-    def in_token_order(rows):  # of token key_token(parts, g, n) -> of token 8g + r
-        for distance, swap in zip(turns, turned):
-            rows = [m.select(swap, rows[n ^ distance], rows[n]) for n in range(8)]
-        return rows
-
-    def load_keys(slot):  # -> words[n][j]: word parts * c + j of token frag.key_token(parts, g, n)
-        return [m.load_shared(slot + key_rows[n], parts) for n in range(8)]
+    def load_keys(slot):  # -> words[r][j]: word parts * c + j of token 8g + r
+        place = slot + at.g * (128 * parts) + at.c * (4 * parts)
+        return [m.load_shared(place, parts, 16 * parts * r) for r in range(8)]
 
     def load_values(slot):  # -> words[i]: word c of channel 8i + g
         words = []
@@ -327,34 +432,41 @@ def _history(at: _Place, split: Any) -> None:
             words += m.load_matrices(slot + m.lane * 16, value_offset + 512 * n)
         return words
 
-    def load_mean(slot):  # -> one left operand per 16 channels, all of whose rows are the page's mean key
-        words = [m.load_shared(slot + at.c * 16, 4, mean_offset + 64 * n) for n in range(head_dim // 32)]
-        return [[w[i], w[i], w[i + 1], w[i + 1]] for w in words for i in (0, 2)]
-
-    def load_scales(slot, offset):  # -> the 4 words with the scales of tokens 8g .. 8g+7
-        return m.load_shared(slot + at.g * 16, 4, offset)
-
-    def scales(words):
+    def load_scales(slot, offset):  # -> the scales of tokens 8g .. 8g+7
+        words = m.load_shared(slot + at.g * 16, 4, scale_offset + offset)
         return [x.as_float() for w in words for x in (w << 16, w & 0xFFFF0000)]
 
-    # ---- loop state: maximum (in units of the integer sums), sum of P, sum of P * scale per lane head;
-    # exponent bits of the largest value scale so far, 2**-exponent, and the test for a larger one; outputs.
-    tiles = head_dim // 16
-    n_heads = shape.lane_heads
+    def load_means():  # -> one left operand per 16 channels, whose rows are the mean keys of the batch
+        rows = [means + ((at.g + 8 * h) & (batch - 1)) * (2 * head_dim) + at.c * 16 for h in range(2)]
+        words = [[m.load_shared(row, 4, 64 * n) for row in rows] for n in range(head_dim // 32)]
+        return [[a[i], b[i], a[i + 1], b[i + 1]] for a, b in words for i in (0, 2)]
+
+    # ---- loop state
+    n_heads, tiles = shape.lane_heads, head_dim // 16
 
     def unpack_state(carry):
+        """maximum (in units of the integer sums), sum of P, sum of P * scale per lane head; outputs."""
         maximum, total, weighted = (list(carry[i * n_heads : (i + 1) * n_heads]) for i in range(3))
-        return maximum, total, weighted, list(carry[3 * n_heads : 3 * n_heads + 2]), carry[3 * n_heads + 2 :]
+        return maximum, total, weighted, list(carry[3 * n_heads :])
 
-    def scores_and_values(slot, value_slot, right, acc):
+    def next_batch(index, carry):
+        """q . mean of the pages from `index` on, in units of the integer sums, [row half][head]."""
+        physical = carry[-1]
+        m.wait_copies(0)
+        m.sync_warp()  # the other lanes' copies are there
+        sums = _dense_scores(at, load_means(), mean_operands)
+        m.sync_warp()  # every lane has read them
+        fetch_means(index + batch, physical)
+        scores = [x * u for h in range(2) for x, u in zip(_lane_scores(at, sums, h), mean_unit)]
+        return [*scores, batch_pages(index + 2 * batch)]
+
+    def scores_and_values(slot, value_slot, mean_score, right, factor, acc):
         """Scores of the page in `slot`, and P @ V of the page before it: independent, so that they overlap.
 
         Scores [r][head] come in units of the integer sums; row tile r is the tokens 8g + r.
         """
         words, values = load_keys(slot), load_values(value_slot)
-        key_scale = scales(load_scales(slot, key_scale_offset))
-        mean_acc = _dense_scores(at, load_mean(slot), mean_operands)
-        mean_score = [x * u for x, u in zip(_lane_scores(at, mean_acc, 0), mean_unit)]
+        key_scale = load_scales(slot, 0)
         sums_of_rows = [[] for _ in heads]
         for pair in range(4):  # two row tiles share one product
             left = [[frag.unpack_bytes(w) for w in words[2 * pair + h]] for h in range(2)]
@@ -369,94 +481,106 @@ def _history(at: _Place, split: Any) -> None:
                         b = operand[4 * j + s : 4 * j + s + 2]
                         sums[limb] = m.mma_s8(a, b, sums[limb], unsigned_a=True)
             for h in range(2):
-                if shape.paired:
-                    whole = [(sums[0][2 * h] << 8) + sums[0][2 * h + 1]]
-                else:
-                    whole = [(sums[0][2 * h + e] << 8) + sums[1][2 * h + e] for e in heads]
-                for row, x in zip(sums_of_rows, whole):
+                for row, x in zip(sums_of_rows, _whole(shape, sums, h)):
                     row.append(x)
-            acc = add_values(values, right, acc, range(pair * tiles // 4, (pair + 1) * tiles // 4))
-        whole = [in_token_order(rows) for rows in sums_of_rows]
-        score = [[whole[e][r].to_float().fma(key_scale[r], mean_score[e]) for e in heads] for r in range(8)]
+            acc = add_values(values, right, factor, acc, range(pair * tiles // 4, (pair + 1) * tiles // 4))
+        score = []
+        for r in range(8):
+            shift = [key_scale[r].fma(-_MIDDLE, x) for x in mean_score]
+            score.append([whole[r].as_float().fma(key_scale[r], y) for whole, y in zip(sums_of_rows, shift)])
         return score, acc
 
-    def add_values(values, right, acc, some_tiles):
-        """acc + P @ V for 16 channels per tile."""
+    def add_values(values, right, factor, acc, some_tiles):
+        """acc + factor * (P @ V) for 16 channels per tile."""
         acc = list(acc)
         for u in some_tiles:
-            left = [frag.unpack_halves(values[2 * u + h]) for h in range(2)]
-            tile = acc[4 * u : 4 * u + 4]
-            for s in (0, 2, 4, 6):
+            left = [frag.unpack_bytes(values[2 * u + h]) for h in range(2)]
+            zero = m.Int(0)
+            sums = [[zero, bias] * 2] if shape.paired else [[zero] * 4, [bias] * 4]
+            for s in (0, 2):
                 a = [left[0][s], left[1][s], left[0][s + 1], left[1][s + 1]]
-                tile = m.mma_f16(a, right[s : s + 2], tile)
-            acc[4 * u : 4 * u + 4] = tile
+                for limb, words in enumerate(right):
+                    sums[limb] = m.mma_s8(a, words[s : s + 2], sums[limb], unsigned_a=True, unsigned_b=True)
+            for h in range(2):
+                for e, x in enumerate(_whole(shape, sums, h)):
+                    i = (2 * u + h) * n_heads + e
+                    acc[i] = (x.as_float() - _WHOLE).fma(factor[e], acc[i])
         return acc
+
+    limbs = len(key_operands)
 
     def page_step(carry):
         index, page, slot, value_slot, write, parity = carry[:6]
-        right, state = carry[6:14], carry[14:]
+        mean_state, carry = carry[6 : 7 + 2 * n_heads], carry[7 + 2 * n_heads :]
+        right = [carry[4 * limb : 4 * limb + 4] for limb in range(limbs)]
+        factor, state = carry[4 * limbs : 4 * limbs + n_heads], carry[4 * limbs + n_heads :]
         m.wait_barrier(barriers + slot * 8, parity)
         m.sync_warp()  # every lane has read what the stage `write` held
         fetch_if_mine(index + ahead, write, page)
         page_after = physical_page(index + (ahead + 1))
-        maximum, total, weighted, (exponent, inverse), acc = unpack_state(state)
-        score, acc = scores_and_values(ring + slot * stage, ring + value_slot * stage, right, acc)
-        state = [*maximum, *total, *weighted, exponent, inverse, *acc]
-        value_scale_words = load_scales(ring + slot * stage, key_scale_offset + 2 * PAGE)
+        row = (index - first) & (batch - 1)
+        mean_state = m.branch(row.eq(0), mean_state, lambda carry: next_batch(index, carry))
+        lower, lane = row.lt(8), (row & 7) * 4 + at.c
+        mean_score = [m.select(lower, mean_state[e], mean_state[n_heads + e]) for e in heads]
+        mean_score = [m.shuffle(x, lane) for x in mean_score]
 
-        # Online softmax. The branch is taken by the whole warp, and rarely: a new maximum, a larger value
-        # scale, or a page that is not full.
-        largest = functools.reduce(m.max_u16x2, value_scale_words)
-        limit = (0x8000 - ((exponent + 1) << 7)) * 0x10001  # bit 15 of a half: scale >= 2 * 2**exponent
-        moved = ((largest + limit) & 0x80008000).ne(0)
-        for e in heads:
-            highest = functools.reduce(lambda a, b: a.max(b), [row[e] for row in score])
-            moved = moved | highest.gt(maximum[e] + slack[e])
-        left_in_page = stored - index * PAGE
+        maximum, total, weighted, acc = unpack_state(state)
+        score, acc = scores_and_values(
+            ring + slot * stage, ring + value_slot * stage, mean_score, right, factor, acc
+        )
+
+        # Online softmax. The branch is taken by the whole warp, and rarely: a score far above the maximum,
+        # or a page that is not full.
+        def probabilities(score, maximum):  # -> P [r][head] and its sums over r
+            minus = [x * u * -1.0 for x, u in zip(maximum, score_unit)]
+            p = [[x.fma(u, y).exp2() for x, u, y in zip(row, score_unit, minus)] for row in score]
+            return p, [functools.reduce(lambda a, b: a + b, [row[e] for row in p]) for e in heads]
 
         def rescale(carry):
-            score = [carry[r * n_heads : (r + 1) * n_heads] for r in range(8)]
-            maximum, total, weighted, (exponent, _), acc = unpack_state(carry[8 * n_heads :])
+            maximum, total, weighted, acc = unpack_state(carry[9 * n_heads :])
             keep = [frag.score_token(at.g, r).lt(left_in_page) for r in range(8)]
-            score = [[m.select(k, x, m.Float(_EMPTY)) for x in row] for k, row in zip(keep, score)]
-            new_maximum, alpha = [], []
+            kept = [[m.select(k, x, m.Float(_EMPTY)) for x in row] for k, row in zip(keep, score)]
+            new_maximum = []
             for e in heads:
-                top = functools.reduce(lambda a, b: a.max(b), [row[e] for row in score])
+                top = functools.reduce(lambda a, b: a.max(b), [row[e] for row in kept])
                 for distance in (4, 8, 16):
                     top = top.max(m.shuffle_xor(top, distance))
                 new_maximum.append(maximum[e].max(top))
-                alpha.append(((maximum[e] - new_maximum[e]) * score_unit[e]).exp2())
-            bits = (largest >> 16).max(largest & 0xFFFF) >> 7
-            for distance in (4, 8, 16):
-                bits = bits.max(m.shuffle_xor(bits, distance))
-            new_exponent = exponent.max(bits)
-            shrink = ((exponent - new_exponent + 127).max(0) << 23).as_float()
-            factor = [a * shrink for a in alpha]
-            acc = [x if shape.paired and i & 1 else x * factor[(i & 1) % n_heads] for i, x in enumerate(acc)]
+            alpha = [((x - y) * u).exp2() for x, y, u in zip(maximum, new_maximum, score_unit)]
             total = [x * a for x, a in zip(total, alpha)]
             weighted = [x * a for x, a in zip(weighted, alpha)]
-            inverse = ((254 - new_exponent) << 23).as_float()
-            flat = [x for row in score for x in row]
-            return [*flat, *new_maximum, *total, *weighted, new_exponent, inverse, *acc]
+            acc = [x * alpha[i % n_heads] for i, x in enumerate(acc)]
+            p, sums = probabilities(kept, new_maximum)
+            return [*(x for row in p for x in row), *sums, *new_maximum, *total, *weighted, *acc]
 
-        slow = m.any_lane(moved | left_in_page.lt(PAGE))
-        flat = m.branch(slow, [*(x for row in score for x in row), *state], rescale)
-        score = [flat[r * n_heads : (r + 1) * n_heads] for r in range(8)]
-        maximum, total, weighted, (exponent, inverse), acc = unpack_state(flat[8 * n_heads :])
+        p, sums = probabilities(score, maximum)
+        left_in_page = stored - index * PAGE
+        slow = left_in_page.lt(PAGE)
+        for x in sums:
+            slow = slow | x.gt(_SLACK)
+        flat = [*(x for row in p for x in row), *sums, *maximum, *total, *weighted, *acc]
+        flat = m.branch(m.any_lane(slow), flat, rescale)
+        p = [flat[r * n_heads : (r + 1) * n_heads] for r in range(8)]
+        maximum, total, weighted, acc = unpack_state(flat[9 * n_heads :])
+        total = [x + y for x, y in zip(total, flat[8 * n_heads :])]
 
-        # P * scale, in float16 and transposed, is the right operand of the second product.
-        value_scale = scales(value_scale_words)
-        shift = [inverse * 2.0 ** (_P_SHIFT - 2 * e) for e in range(5)]
-        minus = [x * u * -1.0 for x, u in zip(maximum, score_unit)]
-        right = []
-        for r in range(8):
-            factor = value_scale[r] * shift[frag.HALF_EXPONENTS[r]]
-            p = [score[r][e].fma(score_unit[e], minus[e]).exp2() for e in heads]
-            total = [x + y for x, y in zip(total, p)]
-            weighted = [y.fma(value_scale[r], x) for x, y in zip(weighted, p)]
-            columns = [x * factor for x in p]
-            columns = columns if n_heads == 2 else [columns[0], m.Float(0.0)]
-            right.append(m.transpose_8x8(m.pack_float16(*columns)))
+        # P * scale as a fraction of the page's largest, in fixed point, is the right operand of P @ V.
+        value_scale = load_scales(ring + slot * stage, 2 * PAGE)
+        p = [[x * scale for x in row] for row, scale in zip(p, value_scale)]
+        fixed, factor = [], []
+        for e in heads:
+            column = [row[e] for row in p]
+            weighted[e] = weighted[e] + functools.reduce(lambda a, b: a + b, column)
+            # No P is negative, so they compare as integers.
+            largest = functools.reduce(lambda a, b: a.max(b), [x.as_int() for x in column])
+            for distance in (4, 8, 16):
+                largest = largest.max(m.shuffle_xor(largest, distance))
+            top = largest.as_float().max(_TINY)
+            steps = top.reciprocal() * _FRACTION_MAX
+            weights = [steps * (1 / w) for w in frag.BYTE_WEIGHTS]
+            fixed.append([x.fma(weights[r & 3], _WHOLE).as_int() for r, x in enumerate(column)])
+            factor.append(top * (1 / _FRACTION_MAX))
+        right = _value_operands(m, fixed)
 
         def advance(x):
             return m.select(x.eq(stages - 1), m.Int(0), x + 1)
@@ -464,28 +588,48 @@ def _history(at: _Place, split: Any) -> None:
         after = advance(slot)
         parity = parity ^ after.eq(0).to_int()
         return [
-            *(index + 1, page_after, after, slot, advance(write), parity, *right),
-            *(*maximum, *total, *weighted, exponent, inverse, *acc),
+            *(index + 1, page_after, after, slot, advance(write), parity, *mean_state),
+            *(*(x for words in right for x in words), *factor, *maximum, *total, *weighted, *acc),
         ]
 
     zero = m.Float(0.0)
-    state = [m.Float(_EMPTY)] * n_heads + [zero] * (2 * n_heads) + [m.Int(1), zero] + [zero] * (4 * tiles)
-    # Before the first page P is zero, and whatever codes the last stage seems to hold are finite.
+    state = [m.Float(_EMPTY)] * n_heads + [zero] * ((2 + 2 * tiles) * n_heads)
+    # Before the first page P is zero, whatever codes the last stage seems to hold.
     slots = [m.Int(0), m.Int(stages - 1), m.Int(ahead)]
-    init = [first, table_ahead[ahead], *slots, m.Int(0), *[m.Int(0)] * 8, *state]
-    carry = m.loop((end - first).max(0), init, page_step)
-    value_slot, right = carry[3], carry[6:14]
-    maximum, total, weighted, (exponent, _), acc = unpack_state(carry[14:])
-    acc = add_values(load_values(ring + value_slot * stage), right, acc, range(tiles))
+    mean_state = [*[zero] * (2 * n_heads), next_pages]
+    init = [first, table_ahead[ahead], *slots, m.Int(0), *mean_state]
+    carry = m.loop((end - first).max(0), [*init, *[m.Int(0)] * (4 * limbs), *[zero] * n_heads, *state], page_step)
+    value_slot, carry = carry[3], carry[7 + 2 * n_heads :]
+    right = [carry[4 * limb : 4 * limb + 4] for limb in range(limbs)]
+    factor, state = carry[4 * limbs : 4 * limbs + n_heads], carry[4 * limbs + n_heads :]
+    maximum, total, weighted, acc = unpack_state(state)
+    acc = add_values(load_values(ring + value_slot * stage), right, factor, acc, range(tiles))
 
     total, weighted = _sum_rows(m, total), _sum_rows(m, weighted)
-    unit = (exponent << 23).as_float() * (2.0**-_P_SHIFT / frag.HALF_UNIT)
 
     def output(u, h, e):
-        value = acc[4 * u + 2 * h + e] * unit
-        return 16 * u + 8 * h + at.g, weighted[e].fma(-1.5, value)
+        return 16 * u + 8 * h + at.g, weighted[e].fma(-1.5, acc[(2 * u + h) * n_heads + e])
 
     _merge_warps(at, [x * u for x, u in zip(maximum, score_unit)], total, output)
+
+
+def _whole(shape: DecodeShape, sums: list[list], half: int) -> list:
+    """Per lane head high * 256 + low of row g (half 0) or g + 8 (half 1) of integer accumulator tiles."""
+    if shape.paired:
+        return [(sums[0][2 * half] << 8) + sums[0][2 * half + 1]]
+    return [(high << 8) + low for high, low in zip(*(tile[2 * half : 2 * half + 2] for tile in sums))]
+
+
+def _value_operands(m: Any, fixed: list[list]) -> list[list]:
+    """16-bit P [head][r] of tokens 8g + r as unsigned right operands of P @ V: one list of 4 words, or two.
+
+    Rows r and r + 4 become neighbouring bytes, so that after the transpose a word holds what the four bytes of
+    a value word's register r meet; high bytes go to even columns when paired, else to the first operand.
+    """
+    words = [[m.gather_bytes(p[r], p[r + 4], 0x4051) for r in range(4)] for p in fixed]  # high, high, low, low
+    if len(words) == 2:
+        words = [[m.gather_bytes(*two, pick) for two in zip(*words)] for pick in (0x5410, 0x7632)]
+    return [[m.transpose_8x8(w) for w in four] for four in words]
 
 
 def _sum_rows(m: Any, xs: list) -> list:
@@ -662,53 +806,44 @@ def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ launches
 
-_ARGUMENTS = (
-    *("query_rotated", "query", "key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean"),
-    *("window_key", "window_value", "page_table", "window_table", "history_pages", "lengths", "out", "lse"),
+_CACHE_ARRAYS = (
+    *("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean"),
+    *("window_key", "window_value", "page_table", "window_table", "history_pages", "lengths"),
 )
+
+
+def _inputs(shape: DecodeShape) -> tuple[str, ...]:
+    return ("query_transform" if shape.transforms else "query_rotated", "query", *_CACHE_ARRAYS)
 
 
 @functools.cache
 def _decode_kernel(shape: DecodeShape) -> Any:
-    """The compiled-on-first-use kernel of one shape: arrays in the order of _ARGUMENTS."""
-    from .registers import Int, MosaicMachine
-
-    def body(*refs):
-        block = [lax.axis_index(name) for name in ("partial", "head_tile", "sequence")]
-        splat = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
-        def emit(_, *operands):
-            indices = tuple(Int(x.registers.item()) for x in operands[:3])
-            *arrays, shared = operands[3:]
-            decode_body(MosaicMachine(shared), shape, indices, dict(zip(_ARGUMENTS, arrays)))
-            return ()
-
-        emit(*block, *refs)
+    """The compiled-on-first-use kernel of one shape: arrays in the order of _inputs."""
+    from .registers import compiled_kernel
 
     rows = (shape.batch, shape.heads, shape.group, shape.partials)
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-        ),
+    return compiled_kernel(
+        lambda m, block, arrays: decode_body(m, shape, block, arrays),
+        _inputs(shape),
+        {
+            "out": jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
+            "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
+        },
         # The last axis runs fastest: all BF16 windows start first, and what they leave idle fills up.
-        grid=(shape.partials, shape.heads * shape.tiles, shape.batch),
-        grid_names=("partial", "head_tile", "sequence"),
-        num_threads=shape.warps // WARPGROUP,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="oscar_decode",
+        {"partial": shape.partials, "head_tile": shape.heads * shape.tiles, "sequence": shape.batch},
+        shape.warps,
+        shape.shared_bytes,
+        "oscar_decode",
     )
-    return jax.jit(kernel)  # layers of one shape share one lowering
 
 
 def decode_shape(
-    query: jax.Array, cache: Any, *, scale: float, windows: bool, splits: int | None = None
+    query: jax.Array, cache: Any, *, scale: float, transforms: int, windows: bool, splits: int | None = None
 ) -> DecodeShape:
-    """The launch plan for queries [B, K, G, D] over `cache`. Raises NotImplementedError."""
+    """The launch plan for queries [B, K, G, D] over `cache`. Raises NotImplementedError.
+
+    `transforms` is the leading axis of the query_transform that the kernel is to apply, or 0.
+    """
     batch, heads, group, head_dim = query.shape
     check_decode_shape(head_dim, group)
     if query.dtype not in (jnp.float32, jnp.bfloat16):
@@ -729,6 +864,8 @@ def decode_shape(
         splits=splits or plan.splits,
         stages=plan.stages,
         warps=plan.warps,
+        mean_pages=plan.mean_pages,
+        transforms=transforms,
         sink_pages=cache.config.sink_pages,
         window_slots=cache.config.window_slots if windows else 0,
         window_pages=plan.window_pages if windows else 0,
@@ -736,15 +873,16 @@ def decode_shape(
 
 
 def decode_partials(
-    query_rotated: jax.Array, query: jax.Array, cache: Any, shape: DecodeShape
+    rotation_input: jax.Array, query: jax.Array, cache: Any, shape: DecodeShape
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel: partial outputs float32 [B, K, G, S, D] and their base-2 log-sum-exp [B, K, G, S].
 
-    query_rotated float32 [B, K, G, D], query float32 or bf16 [B, K, G, D]. With windows partial 0 is the BF16
-    part; the others are in the rotated value basis without value_mean.
+    query float32 or bf16 [B, K, G, D]; rotation_input is query_transform float32 [shape.transforms, D, D], or,
+    where that is 0, the rotated query float32 [B, K, G, D]. With windows partial 0 is the BF16 part; the
+    others are in the rotated value basis without value_mean.
     """
-    arrays = [getattr(cache, name) for name in _ARGUMENTS[2:-2]]
-    return _decode_kernel(shape)(query_rotated, query, *arrays)
+    arrays = [getattr(cache, name) for name in _CACHE_ARRAYS]
+    return _decode_kernel(shape)(rotation_input, query, *arrays)
 
 
 def decode_history(
@@ -756,9 +894,12 @@ def decode_history(
     the scores, float32 [B, K, G], -inf where a sequence has no INT2 page. Any number of query rows G: they
     are served in tiles of eight. Raises NotImplementedError.
     """
-    shape = decode_shape(query, cache, scale=scale, windows=False, splits=splits)
+    shape = decode_shape(query, cache, scale=scale, transforms=0, windows=False, splits=splits)
     out, lse = decode_partials(query_rotated, query, cache, shape)
-    weight, total, top = _weights(lse)
+    top = lse.max(-1)
+    weight = jnp.exp2(lse - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
+    total = weight.sum(-1)
+    total = jnp.where(total > 0, total, 1.0)
     out = jnp.einsum("bkgsd,bkgs->bkgd", out, weight / total[..., None], precision=lax.Precision.HIGHEST)
     return out, jnp.where(jnp.isfinite(top), (top + jnp.log2(total)) / _LOG2E, -jnp.inf)
 
@@ -787,28 +928,12 @@ def decode_attention(
     if query.shape[0] != cache.batch or query.shape[2] != head_dim or query.shape[1] % heads:
         raise ShapeError(f"query {query.shape}, expected [{cache.batch}, G * {heads}, {head_dim}]")
     grouped = query.reshape(cache.batch, heads, -1, head_dim)
-    shape = decode_shape(grouped, cache, scale=scale, windows=True, splits=splits)
-    rotated = rotate_queries(grouped, rotation)
-    out, lse = decode_partials(rotated, grouped, cache, shape)
-
-    weight, total, top = _weights(lse)  # [B, K, G, S]
-    if sink_logits is not None:
-        sink = sink_logits.astype(jnp.float32).reshape(heads, -1) * _LOG2E
-        total = total + jnp.exp2(sink - jnp.where(jnp.isfinite(top), top, sink))
-    weight = weight / total[..., None]
-    history = jnp.einsum(
-        "bkgsd,bkgs->bkgd", out[..., 1:, :], weight[..., 1:], precision=lax.Precision.HIGHEST
-    )
-    result = restore_values(history, weight[..., 1:].sum(-1), rotation) + out[..., 0, :] * weight[..., :1]
-    return result.reshape(query.shape)
-
-
-def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merge weights 2**(lse - top), their sum (1 where nothing is stored) and top, over the last axis."""
-    top = lse.max(-1)
-    weight = jnp.exp2(lse - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
-    total = weight.sum(-1)
-    return weight, jnp.where(total > 0, total, 1.0), top
+    transform = rotation.query_transform
+    transforms = transform.shape[0] if head_dim <= ROTATED_IN_BLOCK else 0
+    shape = decode_shape(grouped, cache, scale=scale, transforms=transforms, windows=True, splits=splits)
+    first = transform if transforms else rotate_few_queries(grouped, rotation)
+    partials = decode_partials(first, grouped, cache, shape)
+    return merge_partials(*partials, rotation, sink_logits).reshape(query.shape)
 
 
 def rotate_queries(query: jax.Array, rotation: Any) -> jax.Array:

@@ -13,8 +13,13 @@ Shared memory is addressed by 32-bit byte addresses, global memory by `Pointer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.experimental.mosaic.gpu.utils as mosaic_utils
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
@@ -534,3 +539,49 @@ class Warpgroup:
 def _store_form(count: int, offset: int) -> str:
     values = {1: "b32 [{a}], $1;", 2: "v2.b32 [{a}], {{$1,$2}};", 4: "v4.b32 [{a}], {{$1,$2,$3,$4}};"}
     return values[count].format(a=f"$0+{offset}")
+
+
+def compiled_kernel(
+    body: Callable[..., None],
+    inputs: Sequence[str],
+    outputs: dict[str, Any],
+    grid: dict[str, int],
+    warps: int,
+    shared_bytes: int,
+    name: str,
+) -> Any:
+    """The jitted launch of `body(machine, block, arrays)`, compiled on first use.
+
+    It takes the input arrays and returns the outputs (named ShapeDtypeStructs) as a tuple. `grid` names the
+    axes of a launch, the last of which runs fastest; `block` is the position on them, `arrays` all arrays by
+    name. `warps` is a multiple of 4.
+    """
+    names = (*inputs, *outputs)
+
+    def kernel(*refs):
+        block = [lax.axis_index(axis) for axis in grid]
+        splat = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(
+            arg_types=(splat,) * len(grid) + (plgpu.RefType(),) * len(refs), return_type=()
+        )
+        def emit(_, *operands):
+            place = tuple(Int(x.registers.item()) for x in operands[: len(grid)])
+            *arrays, shared = operands[len(grid) :]
+            body(MosaicMachine(shared), place, dict(zip(names, arrays)))
+            return ()
+
+        emit(*block, *refs)
+
+    launch = plgpu.kernel(
+        kernel,
+        out_type=tuple(outputs.values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warps // 4,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((-(-shared_bytes // 4),), jnp.int32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name=name,
+    )
+    return jax.jit(launch)  # layers of one shape share one lowering

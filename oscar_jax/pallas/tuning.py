@@ -10,6 +10,7 @@ MULTIPROCESSORS = 132
 class DecodePlan:
     """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp.
 
+    mean_pages are the pages whose mean keys meet the query in one product, a power of two up to 16.
     window_pages is the work of a BF16 window in INT2 pages, where it delays the blocks of the last split.
     """
 
@@ -17,6 +18,7 @@ class DecodePlan:
     warps: int
     stages: int
     window_pages: int = 0
+    mean_pages: int = 16
 
 
 # Measured at head_dim 128, batch 8, 102 400 tokens: 4 to 6 stages and 4 or 8 warps differ by less than 2 %,
@@ -39,7 +41,7 @@ def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
     by_pages = max(1, table_pages // (warps * MIN_PAGES_PER_WARP))
     splits = min(by_device, by_pages)
     delayed = rows * (splits + 1) > MULTIPROCESSORS * resident
-    return DecodePlan(splits, warps, stages, WINDOW_PAGES if delayed else 0)
+    return DecodePlan(splits, warps, stages, WINDOW_PAGES if delayed else 0, 16 if head_dim < 256 else 4)
 
 
 # Three warpgroups were measured against one and two (head_dim 128) and won; the others are not measured yet.
