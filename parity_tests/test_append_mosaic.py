@@ -30,6 +30,7 @@ from parity_tests import mosaic_emulator as emulator  # noqa: E402
 PAGE = cache_format.PAGE_TOKENS
 HEAD_DIMS = append_mosaic_gpu.HEAD_DIMS
 STATE = append_mosaic_gpu._STATE
+SHARED_BASE = 1040
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -87,6 +88,13 @@ def make_rows(cache: LayerCache, rng: np.random.Generator) -> tuple[Any, Any]:
     return garbage(rng, shape, cache.window_key.dtype), garbage(rng, shape, cache.window_key.dtype)
 
 
+def make_machine(shared_bytes: int) -> emulator.Machine:
+    """One warpgroup, whose shared memory starts at no round address."""
+    machine = emulator.Machine(SHARED_BASE + shared_bytes, 4)
+    machine.shared_base = emulator.Int(SHARED_BASE)
+    return machine
+
+
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """Runs the kernel's body in the emulator instead of launching it."""
@@ -97,7 +105,7 @@ def emulated() -> Iterator[None]:
             arrays = {name: np.array(array) for name, array in zip(names, [*inputs, *state])}
             kinds = len(append_mosaic_gpu.KINDS)
             for block in np.ndindex(shape.batch, shape.quantize.heads, kinds):
-                machine = emulator.Machine(shape.quantize.shared_bytes, 4)
+                machine = make_machine(shape.quantize.shared_bytes)
                 append_mosaic_gpu.append_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
             return [jnp.asarray(arrays[name]) for name in STATE]
 
@@ -128,11 +136,11 @@ def test_transform_is_staged_as_the_quantizer_wants_it(head_dim: int) -> None:
     limit = cache_format.TRANSFORM_MAX
     transform = rng.integers(-limit, limit + 1, (2, head_dim, head_dim)).astype(np.int16)
     transform[0, 0, :4] = [-limit, -128, -129, 127]
-    machine = emulator.Machine(2 * head_dim**2, 4)
+    machine = make_machine(2 * head_dim**2)
     pointer = machine.pointer(transform).at(1, 2 * head_dim**2)
     append_mosaic_gpu.stage_transform(machine, head_dim, pointer)
     want = np.asarray(quantize_mosaic_gpu.transform_operand(jnp.asarray(transform[1:])))
-    assert (machine.shared.view(np.int32) == want.reshape(-1)).all()
+    assert (machine.shared.view(np.int32)[SHARED_BASE // 4 :] == want.reshape(-1)).all()
 
 
 # (head_dim, heads, heads of the rotation): the lengths of a batch are those around every change of layout.

@@ -169,27 +169,25 @@ def stage_transform(m: Any, head_dim: int, transform: Any) -> None:
             place = m.shared_base
             for number, bits in ((row, row_bits), (column, column_bits)):
                 for i in range(width):
-                    place = place ^ ((number >> i) & 1) * bits[3 + i]
+                    place = place + ((number >> i) & 1) * bits[3 + i]
             blocks.append((place, words))
         for place, words in blocks:
             for column, half in np.ndindex(8, 2):
                 four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
-                offset = half * row_bits[2]
-                for i in range(3):
-                    offset ^= (column >> i & 1) * column_bits[i]
+                offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
                 byte = 2 * (column % 2)
-                m.store_shared(place ^ (offset ^ low_limb), [pages._gather(m, four, byte)])
+                m.store_shared(place, [pages._gather(m, four, byte)], offset + low_limb)
                 # The high limb is that of v + 128, in each half of the word by itself.
                 four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
-                m.store_shared(place ^ offset, [pages._gather(m, four, byte + 1)])
+                m.store_shared(place, [pages._gather(m, four, byte + 1)], offset)
 
 
 @functools.cache
 def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Where `transform_operand` puts the limbs of a transform, asked of that function itself.
 
-    Byte offsets, to be combined by exclusive or: of the bits of a row, of the bits of a column, and of the
-    low limb. The high limb of row 0, column 0 is at 0.
+    Byte offsets that add up: of the bits of a row, of the bits of a column, and of the low limb; the high
+    limb of row 0, column 0 is at 0.
     """
     bits = head_dim.bit_length() - 1
     probes = np.zeros((2 * bits + 1, head_dim, head_dim), np.int16)
