@@ -232,6 +232,9 @@ class Machine:
     def shift_in_sign(self, word, x):
         return Int(word.value << np.uint32(1) | x.value >> np.uint32(31))
 
+    def rotate_left(self, word, count):
+        return Int(word.value << count.value | word.value >> (32 - count.value))
+
     # ---- warp instructions
     def mma_s8(self, a, b, c, unsigned_a=False, unsigned_b=False):
         sums = self._mma(a, b, *(np.uint8 if unsigned else np.int8 for unsigned in (unsigned_a, unsigned_b)))

@@ -158,7 +158,7 @@ def emulated() -> Iterator[None]:
             for name in outputs:
                 kind = np.int32 if name.endswith("codes") else np.uint16
                 arrays[name] = np.full(shapes[name], 0x7FC1, kind)
-            for block in np.ndindex(shape.blocks, shape.heads, len(shape.kinds)):
+            for block in np.ndindex(shape.blocks, shape.heads):
                 machine = emulator.Machine(shape.shared_bytes, 4 * shape.warpgroups)
                 quantize_mosaic_gpu.quantize_body(machine, shape, tuple(map(emulator.Int, block)), arrays)
             return tuple(

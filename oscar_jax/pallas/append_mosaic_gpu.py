@@ -26,7 +26,6 @@ from .. import cache_format as fmt
 from ..config import ShapeError
 from ..layer_cache import LayerCache
 from ..quantize import check_transform, round_to_bfloat16
-from . import fragments as frag
 from . import quantize_mosaic_gpu as pages
 from .quantize_mosaic_gpu import HEAD_DIMS, PAGE, THREADS, QuantizeShape
 from .registers import Warpgroup
@@ -135,7 +134,7 @@ def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, sourc
     for n in range(PAGE * chunks // THREADS):
         flat = m.thread + n * THREADS
         row, chunk = flat.udiv(chunks), flat.umod(chunks)
-        own.append(m.area + row * row_bytes + frag.row_chunk(row, chunk) * 16)
+        own.append(m.area + row * shape.row_bytes + chunk * 16)
         m.copy_async(own[-1], rows.at(flat, 16))
     m.commit_copies()
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]

@@ -110,14 +110,6 @@ def row_token(g, half):
     return 2 * g + half
 
 
-def row_chunk(row, chunk):
-    """Where 16-byte chunk `chunk` of bf16 row `row` lies within its row of a staged tile.
-
-    Rows 2g and 2g + 2 read by one quarter of a warp, four chunks each, then fall into different banks.
-    """
-    return chunk ^ ((((row >> 1) & 1) << 2) | ((row >> 2) & 3))
-
-
 def rotated_channel(n, column):
     """Output channel of column `column` (0..7) of the n-th product tile of the row quantizer.
 

@@ -1,15 +1,21 @@
 """The exact page quantizer for Hopper GPUs (Mosaic GPU): center, rotate, scale, code and pack in one pass.
 
 Byte for byte the quantizer of `quantize.py` (the step numbers are those of `docs/int2-format.md`, section 2):
-rows and transform are split into signed bytes, and `s8 x s8 -> s32` matrix instructions sum their products
-exactly. A block keeps one head's transform in shared memory, already in the order of the right operand, and
-each of its warpgroups walks over pages of its own; warp w of a group owns the tokens 16w .. 16w+15, so that a
-lane ends up with the 16 codes of a key word, and a warp with the 16 codes of a value word. Keys and values
-share one launch.
+rows and transform are split into bytes, and `wgmma` instructions sum their products exactly. A block keeps a
+head's transform in shared memory, in the order of the right operand, and each of its warpgroups walks over
+pages of its own; warp w of a group owns the tokens 16w .. 16w+15, so that a lane ends up with the 16 codes of
+a key word, and a warp with the 16 codes of a value word. Keys and values share one launch: a block does its
+keys, then its values.
+
+A page goes through a warpgroup like this: its rows arrive in shared memory while the page before is still
+being coded; a lane reads the entries of its left operand, centers them and splits them into bytes in
+registers; the next page may then arrive. The products leave 2 D/4 integers Y in every lane, and all that
+follows, up to the packed word, happens to them in place.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +35,11 @@ HEAD_DIMS = (64, 128, 256)
 WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
+# Columns of one product: few enough that all sums, operands and results stay in registers.
+COLUMNS = {64: 64, 128: 64, 256: 32}
+HIGH, LOW = 0, 1  # limbs
+
+_SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
 _INFINITY_BITS = 0x7F80
 
@@ -41,35 +52,32 @@ class QuantizeShape:
     heads: int
     head_dim: int
     rotation_heads: int  # 1 or `heads`
-    blocks: int  # per head and kind
+    blocks: int  # per head
     warpgroups: int  # of a block
     kinds: tuple[str, ...]  # "key", "value" or both
 
-    # Shared memory: the transform, then per warpgroup, at these byte offsets: two row tiles, the mean,
-    # partial sums, value words, one word per warp.
+    # Shared memory: the transform, then per warpgroup, at these byte offsets: a tile of rows, the mean, what
+    # the warps exchange (sums of keys, or words of values), one word per warp.
     @property
     def transform_bytes(self) -> int:
         return 2 * self.head_dim**2
 
     @property
-    def tile_bytes(self) -> int:
-        return 2 * PAGE * self.head_dim
+    def row_bytes(self) -> int:
+        """Of a staged row. Of rows 2g and 2g + 2 a quarter of a warp reads 64 bytes each: other banks."""
+        return 2 * self.head_dim + 32
 
     @property
     def mean_offset(self) -> int:
-        return 2 * self.tile_bytes
+        return PAGE * self.row_bytes
 
     @property
-    def sum_offset(self) -> int:
+    def exchange_offset(self) -> int:
         return self.mean_offset + 4 * self.head_dim
 
     @property
-    def word_offset(self) -> int:
-        return self.sum_offset + 8 * THREADS
-
-    @property
     def warp_offset(self) -> int:
-        return self.word_offset + 16 * self.head_dim
+        return self.exchange_offset + 4 * WARPS * self.head_dim
 
     @property
     def area_bytes(self) -> int:
@@ -84,23 +92,26 @@ class QuantizeShape:
 
 
 def quantize_body(m: Any, shape: QuantizeShape, block: tuple, refs: dict) -> None:
-    """The kernel for one block. `m` is a register machine, `block` = (first page, head, kind)."""
-    first, head, kind = block
-    for i, name in enumerate(shape.kinds):
-        m.when(kind.eq(i), functools.partial(_pages, m, shape, refs, name, first, head))
+    """The kernel for one block. `m` is a register machine, `block` = (number among the head's blocks, head).
+
+    The head's pages of all kinds are dealt out to its warpgroups like cards, keys first.
+    """
+    number, head = block
+    groups = shape.blocks * shape.warpgroups
+    for i, kind in enumerate(shape.kinds):
+        first = (number * shape.warpgroups + (-i * shape.pages) % groups).umod(groups)
+        some = first.lt(shape.pages) | first.ge(groups - shape.warpgroups + 1)
+        m.when(some, functools.partial(_pages, m, shape, refs, kind, first, head))
 
 
 def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head: Any) -> None:
-    """All pages of one block: `kind` rows of one head, from page `first` on."""
+    """All pages of one block: `kind` rows of one head, its first warpgroup from page `first` on."""
     m = Warpgroup(block)
     m.area = m.shared_base + shape.transform_bytes + m.index * shape.area_bytes
-    head_dim = shape.head_dim
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
-    row_bytes = 2 * head_dim
-    chunks = head_dim // 8  # of 16 bytes in a row
-    copies = PAGE * chunks // THREADS  # per thread
 
-    # ---- the transform, in operand order; it stays
+    # ---- the transform, in operand order; it stays. The products read it past the threads that copied it.
+    block.sync_block()  # nobody needs the one before any more
     source = m.pointer(refs[kind + "_transform"]).at(rotation_head, shape.transform_bytes)
     threads = THREADS * shape.warpgroups
     for n in range(-(-shape.transform_bytes // (16 * threads))):
@@ -108,45 +119,46 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
         m.copy_async(m.shared_base + chunk * 16, source.at(chunk, 16))
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
 
-    # ---- row tiles: chunk i of row t lies at chunk frag.row_chunk(t, i) of that row
-    own = []  # (row, chunk) copied by this thread
-    for n in range(copies):
-        flat = m.thread + n * THREADS
-        own.append((flat.udiv(chunks), flat.umod(chunks)))
-    slots = [m.area + row * row_bytes + frag.row_chunk(row, chunk) * 16 for row, chunk in own]
-    rows = m.pointer(refs[kind + "_rows"]).at(head, row_bytes)
-    token_stride = shape.heads * row_bytes
+    # ---- rows: every warp copies the 16 that it will read, a few at a time
+    chunks = shape.head_dim // 8  # of 16 bytes in a row
+    row, chunk = m.warp * 16 + m.lane.udiv(chunks), m.lane.umod(chunks)
+    slot = m.area + row * shape.row_bytes + chunk * 16
+    token_stride = shape.heads * 2 * shape.head_dim
+    source = m.pointer(refs[kind + "_rows"]).at(head, 2 * shape.head_dim).at(row, token_stride).at(chunk, 16)
+    further = range(0, 16, 32 // chunks)  # rows
 
-    def fetch(page, buffer):
-        base = rows.at(page, PAGE * token_stride)
-        for (row, chunk), slot in zip(own, slots):
-            m.copy_async(slot + buffer, base.at(row, token_stride).at(chunk * 16))
+    def fetch(page):
+        base = source.at(page, PAGE * token_stride)
+        for n in further:
+            m.copy_async(slot, base, n * shape.row_bytes, n * token_stride)
 
-    def fetch_if_there(page, buffer):
-        m.when(page.lt(shape.pages), lambda: fetch(page, buffer))
+    def fetch_if_there(page):
+        m.when(page.lt(shape.pages), lambda: fetch(page))
         m.commit_copies()
 
-    first = first + m.index * shape.blocks
-    stride = shape.blocks * shape.warpgroups
-    fetch_if_there(first, m.Int(0))
+    groups = shape.blocks * shape.warpgroups
+    first = (first + m.index).umod(groups)
+    fetch_if_there(first)
     if kind == "value":
         _store_value_mean(m, shape, refs, rotation_head)
     m.wait_copies(0)
+    m.order_copies()
     block.sync_block()  # the transform is there
 
     def page_step(carry):
-        page, buffer = carry
-        other = shape.tile_bytes - buffer
-        fetch_if_there(page + stride, other)
-        m.wait_copies(1)
-        tile, staged = m.area + buffer, [slot + buffer for slot in slots]
-        _quantize_tile(m, shape, refs, kind, tile, staged, page * shape.heads + head, multiplier)
-        m.sync_warpgroup()  # the tile and the words may be overwritten
-        return [page + stride, other]
+        page = carry[0]
+        slots = [slot + n * shape.row_bytes for n in further]
 
-    count = (m.Int(shape.pages + stride - 1) - first).max(0).udiv(stride)
-    m.loop(count, [first, m.Int(0)], page_step)
-    m.wait_copies(0)
+        def fetch_next():
+            m.sync_warp()
+            fetch_if_there(page + groups)
+
+        m.wait_copies(0)
+        page_head = page * shape.heads + head
+        _quantize_tile(m, shape, refs, kind, m.area, slots, page_head, multiplier, fetch_next)
+        return [page + groups]
+
+    m.loop((m.Int(shape.pages + groups - 1) - first).udiv(groups), [first], page_step)
 
 
 def _quantize_tile(
@@ -158,23 +170,30 @@ def _quantize_tile(
     slots: list,
     page_head: Any,
     multiplier: Any,
+    rows_are_read: Callable[[], None] | None = None,
 ) -> None:
     """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
 
-    `slots` are the addresses of the chunks that this thread copied; `page_head` = page * heads + head is
-    where the result goes. The transform lies at the start of shared memory, the value mean in the group's
-    area.
+    `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows.
+    `page_head` = page * heads + head is where the result goes. The transform lies at the start of shared
+    memory, in the order of `transform_operand`, ordered before the products (`order_copies` in the threads
+    that wrote it, then a barrier); the value mean lies in the group's area. `rows_are_read` is called when
+    this warp no longer needs its rows in the tile.
     """
-    largest = _clean_own_rows(m, slots)
+    words, largest = _clean_own_rows(m, slots)
     if kind == "key":
-        _page_mean(m, shape, refs, tile, largest, page_head)
-    m.sync_warpgroup()  # cleaned rows and mean are visible
+        _page_mean(m, shape, refs, words, largest, page_head)
+    m.sync_warpgroup()  # cleaned rows and mean are visible; the exchange may be overwritten
 
     g, c = m.lane >> 2, m.lane & 3
-    y, exponents = _rotate_rows(m, shape, tile, g, c)
+    limbs, exponents = _split_rows(m, shape, tile, g, c)
+    if rows_are_read:
+        rows_are_read()
+    y = _rotate_rows(m, shape, limbs)
     bounds = []
     for half in range(2):
-        total = functools.reduce(lambda a, b: a + b, [x.abs() >> fmt.ABS_SHIFT for x in y[half]])
+        total = functools.reduce(lambda a, b: a + b, [x.abs() & -(1 << fmt.ABS_SHIFT) for x in y[half]])
+        total = total >> fmt.ABS_SHIFT
         for distance in (1, 2):
             total = total + m.shuffle_xor(total, distance)
         mean_abs = total >> shape.head_dim.bit_length() - 1  # head_dim is a power of two
@@ -189,26 +208,27 @@ def _quantize_tile(
         m.store_global(m.pointer(refs[kind + "_scale"]).at(token, 2), [bits[0] | (bits[1] << 16)])
 
     m.when(c.eq(0), store_scales)
-    planes = [_code_planes(m, y[half], bounds[half]) for half in range(2)]
     store = _store_key_words if kind == "key" else _store_value_words
-    store(m, shape, refs, planes, page_head, g, c)
+    store(m, shape, refs, y, bounds, page_head, g, c)
 
 
-def _code_planes(m: Any, y: list, bound: Any) -> list[tuple]:
-    """Step 8 for entries of one row: per 32 of them a word with the low and one with the high bits of codes.
+def _code_word(m: Any, entries: list[tuple]) -> Any:
+    """Step 8 for the 16 entries (Y, bound) of a word, in order.
 
-    code = 3 - (y < -bound) - (y < 0) - (y < bound). The three conditions imply one another, so the code's
-    high bit is the opposite of the second, and its low bit the opposite of their parity. Their sign bits are
-    collected 32 at a time.
+    code = 3 - (Y < -bound) - (Y < 0) - (Y < bound). The three conditions imply one another, so the second
+    flips both bits of a code of 3, the others its low bit. Two entries are done at a time: each fills half a
+    word with its sign, and a mask picks the two bits that are its code's.
     """
-    planes = []
-    for start in range(0, len(y), 32):
-        below = [m.Int(0)] * 3
-        for x in reversed(y[start : start + 32]):
-            signs = (x + bound, x, x - bound)
-            below = [m.shift_in_sign(word, sign) for word, sign in zip(below, signs)]
-        planes.append((below[0] ^ below[1] ^ below[2] ^ 0xFFFFFFFF, below[1] ^ 0xFFFFFFFF))
-    return planes
+    word = m.Int(-1)
+    for p in range(8):
+        (x, x_bound), (y, y_bound) = entries[p], entries[p + 8]
+        for low, high, bits in (
+            (x + x_bound, y + y_bound, 0b01),
+            (x, y, 0b11),
+            (x - x_bound, y - y_bound, 0b01),
+        ):
+            word = word ^ (m.gather_bytes(low, high, _SIGNS) & (bits << 2 * p) * 0x10001)
+    return word
 
 
 def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: Any) -> None:
@@ -234,90 +254,102 @@ def _clean_word(m: Any, word: Any) -> Any:
     return out
 
 
-def _clean_own_rows(m: Any, slots: list) -> Any:
-    """Step 1 on the chunks that this thread copied. Returns its largest magnitudes, two bf16 in a word."""
+def _clean_own_rows(m: Any, slots: list) -> tuple[list, Any]:
+    """Step 1 on the chunks that this thread copied, in place.
 
-    def largest():
-        words = [w & 0x7FFF7FFF for slot in slots for w in m.load_shared(slot, 4)]
-        return functools.reduce(m.max_u16x2, words)
+    Returns their words, and in one word the two largest magnitudes, as bf16, of low and of high halves.
+    """
 
-    def clean(_):
-        for slot in slots:
-            m.store_shared(slot, [_clean_word(m, w) for w in m.load_shared(slot, 4)])
-        return [largest()]
+    def largest(words):
+        return functools.reduce(m.max_u16x2, [w & 0x7FFF7FFF for w in words])
 
-    top = largest()
+    def clean(carry):
+        words = [_clean_word(m, w) for w in carry[:-1]]
+        for n, slot in enumerate(slots):
+            m.store_shared(slot, words[4 * n : 4 * n + 4])
+        return [*words, largest(words)]
+
+    words = [w for slot in slots for w in m.load_shared(slot, 4)]
+    top = largest(words)
     # Bit 15 of a half: magnitude > 2**64. Rare, hence the branch.
     strange = ((top + (0x7FFF - _CLAMP_BITS) * 0x10001) & 0x80008000).ne(0)
-    return m.branch(m.any_lane(strange), [top], clean)[0]
+    *words, top = m.branch(m.any_lane(strange), [*words, top], clean)
+    return words, top
 
 
-def _page_mean(m: Any, shape: QuantizeShape, refs: dict, tile: Any, largest: Any, page_head: Any) -> None:
-    """Step 2: the mean key of the page, to shared memory (float32) and to `key_page_mean`."""
-    head_dim, shared = shape.head_dim, m.area
+def _page_mean(m: Any, shape: QuantizeShape, refs: dict, words: list, largest: Any, page_head: Any) -> None:
+    """Step 2: the mean key of the page, to shared memory (float32) and to `key_page_mean`.
+
+    A thread sums the 8 channels of the chunks that it copied; then its warp and, through shared memory, the
+    warps of the group add up.
+    """
+    head_dim = shape.head_dim
     top = (largest >> 16).max(largest & 0xFFFF)
     for distance in (1, 2, 4, 8, 16):
         top = top.max(m.shuffle_xor(top, distance))
-    m.store_shared(shared + m.warp * 4, [top], shape.warp_offset)
+    m.store_shared(m.area + m.warp * 4, [top], shape.warp_offset)
     m.sync_warpgroup()
-    tops = m.load_shared(shared, 4, shape.warp_offset)
+    tops = m.load_shared(m.area, 4, shape.warp_offset)
     exponent = (functools.reduce(lambda a, b: a.max(b), tops) >> 7) - 127
     empty = exponent.lt(fmt.MIN_EXPONENT)
     exponent = m.select(empty, m.Int(0), exponent)
     up = ((fmt.MEAN_BITS + 127 - exponent) << 23).as_float()
     down = ((exponent + (127 - fmt.MEAN_BITS - fmt.PAGE_TOKENS_LOG2)) << 23).as_float()
 
-    # Thread = (part of the tokens, pair of channels).
-    pairs = head_dim // 2
-    parts = THREADS // pairs
-    tokens = PAGE // parts
-    part, pair = m.thread.udiv(pairs), m.thread.umod(pairs)
-    totals = [m.Int(0), m.Int(0)]
-    for t in range(tokens):
-        row = part * tokens + t
-        address = tile + row * (2 * head_dim) + frag.row_chunk(row, pair >> 2) * 16 + (pair & 3) * 4
-        word = m.load_shared(address)[0]
-        for i, x in enumerate((word << 16, word & 0xFFFF0000)):
-            totals[i] = totals[i] + x.as_float().fma(up, 0.5).floor_to_int()
-    m.store_shared(shared + m.thread * 8, totals, shape.sum_offset)
+    totals = [m.Int(0)] * 8
+    for n in range(0, len(words), 4):
+        x = [v.as_float() for w in words[n : n + 4] for v in _halves(w)]
+        totals = [total + v.fma(up, 0.5).floor_to_int() for total, v in zip(totals, x)]
+    chunks = head_dim // 8
+    for distance in (8, 16):
+        if distance >= chunks:  # the same chunk of other rows
+            totals = [total + m.shuffle_xor(total, distance) for total in totals]
+    at = m.area + m.warp * (4 * head_dim) + m.lane * 32
+
+    def store_totals():
+        for i in range(2):
+            m.store_shared(at, totals[4 * i : 4 * i + 4], shape.exchange_offset + 16 * i)
+
+    m.when(m.lane.lt(chunks), store_totals)
     m.sync_warpgroup()
 
     def finish():
-        sums = [
-            m.load_shared(shared + m.thread * 8, 2, shape.sum_offset + 8 * pairs * i) for i in range(parts)
-        ]
+        at = m.area + m.thread * 8  # a pair of channels
+        sums = [m.load_shared(at, 2, shape.exchange_offset + 4 * head_dim * i) for i in range(WARPS)]
         bits = []
         for i in range(2):
             total = functools.reduce(lambda a, b: a + b, [s[i] for s in sums])
             mean = m.select(empty, m.Float(0.0), total.to_float() * down)
             bits.append(mean.bfloat16_bits())
-        m.store_shared(shared + m.thread * 8, [b << 16 for b in bits], shape.mean_offset)
+        m.store_shared(at, [b << 16 for b in bits], shape.mean_offset)
         address = m.pointer(refs["key_page_mean"]).at(page_head, 2 * head_dim).at(m.thread, 4)
         m.store_global(address, [bits[0] | (bits[1] << 16)])
 
-    m.when(m.thread.lt(pairs), finish)
+    m.when(m.thread.lt(head_dim // 2), finish)
 
 
-def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple:
-    """Steps 3-6 for the rows frag.row_token(g, half) of this warp: Y [half][2n + b], and their exponents.
+def _halves(word: Any) -> tuple:
+    """The bits of two bf16 as those of two float32."""
+    return word << 16, word & 0xFFFF0000
 
-    Entry 2n + b of a lane is the output channel frag.rotated_channel(n, 2c + b).
+
+def _split_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple[tuple, list]:
+    """Steps 3-5 for the rows frag.row_token(g, half) of this warp: left operands, and the rows' exponents.
+
+    Returns (high, low), each with four words per k-step of 32 channels; the low byte is unsigned: which bytes
+    a row is split into does not change step 6, which is floor(X T / 256).
     """
-    head_dim = shape.head_dim
-    steps = head_dim // 32
     centered: list[list] = [[], []]
-    for s in range(steps):
+    for s in range(shape.head_dim // 32):
         # This lane's eight channels of the k-step: 32 s + 8 c ...
         mean = [m.load_shared(m.area + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
         mean = [w.as_float() for w in mean[0] + mean[1]]
         for half in range(2):
             row = m.warp * 16 + frag.row_token(g, half)
-            address = tile + row * (2 * head_dim) + frag.row_chunk(row, c + 4 * s) * 16
-            words = m.load_shared(address, 4)
-            x = [v.as_float() for w in words for v in (w << 16, w & 0xFFFF0000)]
+            words = m.load_shared(tile + row * shape.row_bytes + c * 16, 4, 64 * s)
+            x = [v.as_float() for w in words for v in _halves(w)]
             centered[half] += [a - b for a, b in zip(x, mean)]
-    high: list[list] = [[], []]
-    low: list[list] = [[], []]
+    high, low = [], []  # [half][words]
     exponents = []
     for half in range(2):
         top = functools.reduce(lambda a, b: a.max(b), [x.abs() for x in centered[half]])
@@ -328,30 +360,45 @@ def _rotate_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tup
         exponent = m.select(empty, m.Int(0), exponent)
         factor = ((fmt.ROW_BITS + 127 - exponent) << 23).as_float()
         factor = m.select(empty, m.Float(0.0), factor)  # every entry of an empty row is 0
-        biased = [x.fma(factor, 0.5).floor_biased() for x in centered[half]]
-        for i in range(0, len(biased), 4):
-            # The bias leaves the low two bytes alone. The low limb is the low byte, read as signed.
-            low[half].append(_gather(m, [v.as_int() for v in biased[i : i + 4]], 0))
-            high[half].append(_gather(m, [(v + 128.0).as_int() for v in biased[i : i + 4]], 1))
+        # The bias leaves the low two bytes alone: those of X.
+        fixed = [x.fma(factor, 0.5).floor_biased().as_int() for x in centered[half]]
+        pairs = [m.gather_bytes(a, b, 0x5410) for a, b in zip(fixed[::2], fixed[1::2])]
+        low.append([m.gather_bytes(a, b, 0x6420) for a, b in zip(pairs[::2], pairs[1::2])])
+        high.append([m.gather_bytes(a, b, 0x7531) for a, b in zip(pairs[::2], pairs[1::2])])
         exponents.append(exponent)
+    # Left operand of a k-step: (row g, channels +0..3), (row g + 8, +0..3), then both with channels +4..7.
+    high, low = ([word for column in zip(*limb) for word in column] for limb in (high, low))
+    return (high, low), exponents
 
-    y: list[list] = [[], []]
-    for n in range(head_dim // 8):
-        high_high, middle, low_low = ([m.Int(0)] * 4 for _ in range(3))
+
+def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple) -> tuple[list, list]:
+    """Step 6: Y [half][2n + b] of a lane is the output channel frag.rotated_channel(n, 2c + b).
+
+    In pieces of COLUMNS channels. high * high and low * low come first, so that their sum, at its place, can
+    be what the middle products are added to: two sums at a time instead of three.
+    """
+    steps = shape.head_dim // 32
+    columns = COLUMNS[shape.head_dim]
+    size = len(limbs[0])
+    limbs = m.wgmma_fence([*limbs[0], *limbs[1]])
+    a_limbs = (limbs[:size], limbs[size:])
+    y: tuple[list, list] = ([], [])
+
+    def product(tile, a, b, total=None):
         for s in range(steps):
-            # (high, low) of the transform: words for the channels +0..3 and +4..7 of the k-step
-            b = m.load_shared(m.shared_base + m.lane * 16, 4, 512 * (n * steps + s))
-            a_high = [high[half][2 * s + i] for i in range(2) for half in range(2)]
-            a_low = [low[half][2 * s + i] for i in range(2) for half in range(2)]
-            high_high = m.mma_s8(a_high, b[:2], high_high)
-            middle = m.mma_s8(a_high, b[2:], middle)
-            middle = m.mma_s8(a_low, b[:2], middle)
-            low_low = m.mma_s8(a_low, b[2:], low_low)
-        for half in range(2):
-            for b in range(2):
-                i = 2 * half + b
-                y[half].append((high_high[i] << fmt.LIMB_BITS) + middle[i] + low_low[i].sar(fmt.LIMB_BITS))
-    return y, exponents
+            address = m.shared_base + operand_offset(shape.head_dim, b, s, tile)
+            words = a_limbs[a][4 * s : 4 * s + 4]
+            total = m.wgmma_s8(words, address, total, columns=columns, unsigned_a=a == LOW)
+        return total
+
+    for tile in range(0, shape.head_dim // 8, columns // 8):
+        sums = m.wgmma_wait(product(tile, HIGH, HIGH) + product(tile, LOW, LOW))
+        outer = zip(sums[: columns // 2], sums[columns // 2 :])
+        total = m.wgmma_fence([(high << fmt.LIMB_BITS) + low.sar(fmt.LIMB_BITS) for high, low in outer])
+        total = m.wgmma_wait(product(tile, LOW, HIGH, product(tile, HIGH, LOW, total)))
+        for i, x in enumerate(total):
+            y[i >> 1 & 1].append(x)
+    return y
 
 
 def _gather(m: Any, four: list, byte: int) -> Any:
@@ -363,7 +410,7 @@ def _gather(m: Any, four: list, byte: int) -> Any:
 
 
 def _store_key_words(
-    m: Any, shape: QuantizeShape, refs: dict, planes: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, y: tuple, bounds: list, page_head: Any, g: Any, c: Any
 ) -> None:
     """Word 4j + c of the two rows: this lane holds its 16 channels."""
     words_per_row = shape.head_dim // fmt.CODES_PER_WORD
@@ -371,51 +418,38 @@ def _store_key_words(
         row = page_head * PAGE + m.warp * 16 + frag.row_token(g, half)
         base = m.pointer(refs["key_codes"]).at(row, 4 * words_per_row).at(c, 4)
         for j in range(words_per_row // 4):
-            low, high = planes[half][j // 2]
-            if j % 2:
-                low, high = low >> 16, high >> 16
-            m.store_global(base, [frag.interleave_bits(low, high)], 16 * j)
+            entries = [(x, bounds[half]) for x in y[half][16 * j : 16 * j + 16]]
+            m.store_global(base, [_code_word(m, entries)], 16 * j)
 
 
 def _store_value_words(
-    m: Any, shape: QuantizeShape, refs: dict, planes: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, y: tuple, bounds: list, page_head: Any, g: Any, c: Any
 ) -> None:
     """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each.
 
-    A lane holds four planes (low and high bits of two rows) of 32 channels; three exchanges leave it the same
-    bits of four channels, of eight rows each.
+    A word of a lane starts as the codes of two rows, a nibble, for each of eight channels. Three exchanges
+    turn it into eight nibbles of one channel: lane g keeps the g-th, and the nibbles come in order of rows.
     """
-
-    def bit(i):
-        return (g >> i) & 1
-
-    for chunk, pair in enumerate(zip(*planes)):
-        words = [word for row in pair for word in row]  # low and high bits of row g, then of row g + 8
-        # Halves, then bytes, then nibbles; the lane of the smaller row keeps the lower part of both.
-        for row_bit, lower, upper in ((1, 0x5410, 0x3276), (2, 0x6420, 0x3175)):
-            selector = m.select(bit(row_bit).ne(0), m.Int(upper), m.Int(lower))
-            other = [m.shuffle_xor(w, 4 << row_bit) for w in words]
-            words = [m.gather_bytes(a, b, selector) for a, b in zip(words, other)]
-        shift = bit(0) * 4
-        for i, word in enumerate(words):
-            other = m.shuffle_xor(word, 4)
-            smaller, larger = (m.select(bit(0).ne(0), *x) for x in ((other, word), (word, other)))
-            words[i] = ((smaller >> shift) & 0x0F0F0F0F) | (((larger >> shift) & 0x0F0F0F0F) << 4)
-        start = bit(1) * 16 + bit(2) * 8 + bit(0) * 4
-        # Nibble k now holds row k, or k + 8, of four channels; transposed, a nibble is the two rows' codes.
-        for i, word in enumerate(frag.transpose_nibbles(words)):
-            entry = start + (32 * chunk + i)
-            channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
-            address = m.area + channel * 16 + m.warp * 4
-            m.when(
-                entry.lt(shape.head_dim // 4),
-                functools.partial(m.store_shared, address, [word], shape.word_offset),
-            )
+    upper = [(g >> i & 1).ne(0) for i in range(3)]
+    exchanges = ((16, upper[2], 0x5410, 0x3276), (8, upper[1], 0x6240, 0x3715))
+    exchanges = [(distance, m.select(up, m.Int(b), m.Int(a))) for distance, up, a, b in exchanges]
+    kept = m.select(upper[0], m.Int(0xF0F0F0F0), m.Int(0x0F0F0F0F))
+    turn = m.select(upper[0], m.Int(28), m.Int(4))
+    for w in range(shape.head_dim // 32):
+        entries = [(y[half][8 * w + k], bounds[half]) for k in range(8) for half in range(2)]
+        word = _code_word(m, entries)
+        for distance, selector in exchanges:
+            word = m.gather_bytes(word, m.shuffle_xor(word, distance), selector)
+        other = m.rotate_left(m.shuffle_xor(word, 4), turn)
+        word = (word & kept) | (other & (kept ^ 0xFFFFFFFF))
+        entry = g + 8 * w
+        channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
+        m.store_shared(m.area + channel * 16 + m.warp * 4, [word], shape.exchange_offset)
     m.sync_warpgroup()
     base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim)
 
     def store(channel):
-        words = m.load_shared(m.area + channel * 16, 4, shape.word_offset)
+        words = m.load_shared(m.area + channel * 16, 4, shape.exchange_offset)
         m.store_global(base.at(channel, 16), words)
 
     for n in range(-(-shape.head_dim // THREADS)):
@@ -427,21 +461,25 @@ def _store_value_words(
 
 
 def transform_operand(transform: jax.Array) -> jax.Array:
-    """int16 [K or 1, D, D] -> int32 [K or 1, D/8, D/32, 32, 4]: right operands of the row products.
+    """int16 [K or 1, D, D] -> int32 [K or 1, 2, D/32, D/8, 2, 8, 4]: right operands of the row products.
 
-    Lane 4g + c of tile n and k-step s holds (high, high, low, low) limbs of the transform's column
-    frag.rotated_channel(n, g) at the rows 32 s + 8 c + (0..3 | 4..7), four signed bytes per word.
+    Indices: limb (high, low), k-step s, product tile n, part i, column j, word c. A word holds four signed
+    bytes: a limb of the transform's column frag.rotated_channel(n, j) at the rows 32 s + 8 c + 4 i + (0..3).
     """
     heads, head_dim, _ = transform.shape
-    n, g = jnp.arange(head_dim // 8)[:, None], jnp.arange(8)
-    columns = frag.rotated_channel(n, g)  # [D/8, 8]
+    n, j = jnp.arange(head_dim // 8)[:, None], jnp.arange(8)
+    columns = frag.rotated_channel(n, j)  # [D/8, 8]
     x = transform.astype(jnp.int32)
     high = (x + 128) >> fmt.LIMB_BITS
-    limbs = jnp.stack([high, x - (high << fmt.LIMB_BITS)], 1).astype(jnp.int8)  # [K, 2, row, column]
+    limbs = jnp.stack([high, x - (high << fmt.LIMB_BITS)], 1).astype(jnp.int8)  # [K, limb, row, column]
     limbs = limbs[..., columns.reshape(-1)].reshape(heads, 2, head_dim // 32, 4, 2, 4, head_dim // 8, 8)
-    # [K, limb, s, c, word, byte, n, g] -> [K, n, s, g, c, limb, word, byte]
-    limbs = limbs.transpose(0, 6, 2, 7, 3, 1, 4, 5)
-    return lax.bitcast_convert_type(limbs, jnp.int32).reshape(heads, head_dim // 8, head_dim // 32, 32, 4)
+    # [K, limb, s, c, i, byte, n, j] -> [K, limb, s, n, i, j, c, byte]
+    return lax.bitcast_convert_type(limbs.transpose(0, 1, 2, 6, 4, 7, 3, 5), jnp.int32)
+
+
+def operand_offset(head_dim: int, limb: int, step: int, tile: int) -> int:
+    """Where `transform_operand` puts a limb of k-step `step` for product tile `tile`, in bytes."""
+    return 256 * ((limb * (head_dim // 32) + step) * (head_dim // 8) + tile)
 
 
 def _argument_names(kinds: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -461,13 +499,13 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
     inputs, outputs = _argument_names(shape.kinds)
 
     def body(*refs):
-        block = [lax.axis_index(name) for name in ("first", "head", "kind")]
+        block = [lax.axis_index(name) for name in ("block", "head")]
         splat = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
+        @plgpu.inline_mgpu(arg_types=(splat,) * 2 + (plgpu.RefType(),) * len(refs), return_type=())
         def emit(_, *operands):
-            indices = tuple(Int(x.registers.item()) for x in operands[:3])
-            *arrays, shared = operands[3:]
+            indices = tuple(Int(x.registers.item()) for x in operands[:2])
+            *arrays, shared = operands[2:]
             quantize_body(MosaicMachine(shared), shape, indices, dict(zip(inputs + outputs, arrays)))
             return ()
 
@@ -477,8 +515,8 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
     kernel = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(shapes[n], fmt.INT2_ARRAYS[n]) for n in outputs),
-        grid=(shape.blocks, shape.heads, len(shape.kinds)),
-        grid_names=("first", "head", "kind"),
+        grid=(shape.blocks, shape.heads),
+        grid_names=("block", "head"),
         num_threads=shape.warpgroups,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
@@ -495,7 +533,7 @@ def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]
         raise NotImplementedError(f"head_dim = {head_dim}: the Mosaic quantize kernel serves {HEAD_DIMS}")
     if pages < 1:
         raise NotImplementedError(f"{pages} pages: the Mosaic quantize kernel needs at least one")
-    blocks, warpgroups = quantize_plan(pages, heads * len(kinds), head_dim)
+    blocks, warpgroups = quantize_plan(pages * len(kinds), heads, head_dim)
     return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, warpgroups, kinds)
 
 

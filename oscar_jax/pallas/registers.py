@@ -312,6 +312,10 @@ class MosaicMachine:
         """word << 1 | sign bit of x."""
         return Int(_ptx("shf.l.wrap.b32 $0, $1, $2, 1;", [x.value, word.value], [_i32()])[0])
 
+    def rotate_left(self, word, count):
+        """The word's bits, `count` places to the left, around the end."""
+        return Int(_ptx("shf.l.wrap.b32 $0, $1, $1, $2;", [word.value, count.value], [_i32()])[0])
+
     # ---- warp instructions
     def mma_s8(self, a, b, c, unsigned_a=False, unsigned_b=False):
         """c[16, 8] + a[16, 32] @ b[32, 8] in int32; a and b are s8 (or u8)."""
@@ -341,9 +345,9 @@ class MosaicMachine:
     def wgmma_s8(self, a, b, c=None, *, columns: int, unsigned_a=False):
         """Starts c[64, columns] + a[64, 32] @ b[32, columns] in int32 (c = 0 if left out), for a warpgroup.
 
-        Every warp holds 16 rows of a (s8 or u8) and of the result, laid out as for `mma_s8`, and every 8 columns
-        are 4 registers. b (s8) lies in shared memory at the address b, the same in all warps: per 8 columns
-        256 bytes, two matrices of 16 bytes of the contraction each, in a matrix 16 bytes per column.
+        Every warp holds 16 rows of a (s8 or u8) and of the result, laid out as for `mma_s8`; 8 columns of the
+        result are 4 registers. b (s8) lies in shared memory at the address b, the same in all warps: per
+        8 columns 256 bytes, two halves of the contraction, in each of them 16 bytes per column.
         """
         count = columns // 2
         first = count if c is None else 2 * count

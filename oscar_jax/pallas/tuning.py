@@ -44,12 +44,11 @@ def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
     return DecodePlan(splits, warps, stages, WINDOW_PAGES if delayed else 0, 16 if head_dim < 256 else 4)
 
 
-# Three warpgroups were measured against one and two (head_dim 128) and won; the others are not measured yet.
 # head_dim -> warpgroups per block; one block fits on a multiprocessor
-_QUANTIZE = {64: 4, 128: 3, 256: 1}
+_QUANTIZE = {64: 4, 128: 3, 256: 2}
 
 
-def quantize_plan(pages: int, rows: int, head_dim: int) -> tuple[int, int]:
-    """Blocks per head and kind, and their warpgroups, for `rows` = heads x kinds: at most one wave."""
-    blocks = min(pages, max(1, MULTIPROCESSORS // rows))
-    return blocks, min(_QUANTIZE[head_dim], max(1, pages // blocks))
+def quantize_plan(pages: int, heads: int, head_dim: int) -> tuple[int, int]:
+    """Blocks per head, and their warpgroups, for `pages` pages (keys and values) of every head: one wave."""
+    blocks = min(pages, max(1, MULTIPROCESSORS // heads))
+    return blocks, min(_QUANTIZE[head_dim], -(-pages // blocks))
