@@ -108,16 +108,13 @@ class DenseAttention:
         return out, state
 
 
-def measure(
-    config: ModelConfig, weights: Any, kind: str, batch: int, length: int, options: argparse.Namespace
-) -> tuple[float, float]:
-    """Median milliseconds per decode step with caches of `kind`, at about `length` tokens; compile seconds.
+def make_caches(config: ModelConfig, kind: str, batch: int, length: int, steps: int) -> list[Any]:
+    """Full caches of random content, one per layer, with room for `steps` more tokens.
 
     The lengths of a batch differ by less than a page, so that the sequences flush in different steps.
     """
     geometry = config.cache_config()
-    structure, arrays = weights
-    total = length + STEPS * (options.samples + 1)
+    total = length + steps
     stored = [length - b * fmt.PAGE_TOKENS // batch for b in range(batch)]
     pages = [geometry.history_pages(n) for n in stored]
     caches: list[Any] = []
@@ -126,19 +123,23 @@ def measure(
         lengths, history = jnp.asarray(stored, jnp.int32), jnp.asarray(pages, jnp.int32)
         if kind == "int2":
             # The tables hold the pages that the steps will complete, too.
-            cache: Any = random_cache(geometry, batch, total, layer)
+            cache = random_cache(geometry, batch, total, layer)
             caches.append(dataclasses.replace(cache, lengths=lengths, history_pages=history))
         else:
             shape = (batch, total, geometry.num_key_value_heads, geometry.head_dim)
             caches.append(DenseCache(_rows(2 * layer, shape), _rows(2 * layer + 1, shape), lengths))
-    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(geometry.num_key_value_heads, geometry.head_dim))
+    return caches
+
+
+def make_step(config: ModelConfig, structure: Any, kind: str, options: argparse.Namespace) -> Any:
+    """One decode step, to be compiled: (arrays, tokens int32 [B], caches, rotation) -> tokens, caches."""
 
     def step(
         arrays: list[Any], tokens: jax.Array, caches: list[Any], rotation: Any
     ) -> tuple[jax.Array, list[Any]]:
         if kind == "int2":
             rotations: Any = dict.fromkeys(range(config.num_layers), rotation)
-            new = jnp.ones(batch, jnp.int32)
+            new = jnp.ones_like(tokens)
             attention: Any = CachedAttention(config, rotations, new, implementation=options.implementation)
         else:
             attention = DenseAttention(config, options.baseline)
@@ -147,18 +148,29 @@ def measure(
         logits, caches = model(tokens[:, None], caches, positions=positions, attention=attention)
         return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), caches
 
+    return jax.jit(step, donate_argnums=2)
+
+
+def measure(
+    config: ModelConfig, weights: Any, kind: str, batch: int, length: int, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Median milliseconds per decode step with caches of `kind`, and seconds of compilation."""
+    structure, arrays = weights
+    caches = make_caches(config, kind, batch, length, STEPS * (options.samples + 1))
+    rotation = hadamard_rotation(config.num_key_value_heads, config.head_dim)
+    rotation = jax.tree.map(jnp.asarray, rotation)
     tokens = jnp.zeros(batch, jnp.int32)
     start = time.perf_counter()
-    run = jax.jit(step, donate_argnums=2).lower(arrays, tokens, caches, rotation).compile()
+    step = make_step(config, structure, kind, options).lower(arrays, tokens, caches, rotation).compile()
     compile_seconds = time.perf_counter() - start
     samples = []
     for _ in range(options.samples + 1):
         start = time.perf_counter()
         for _ in range(STEPS):
-            tokens, caches = run(arrays, tokens, caches, rotation)
+            tokens, caches = step(arrays, tokens, caches, rotation)
         jax.block_until_ready(tokens)
         samples.append((time.perf_counter() - start) / STEPS * 1e3)
-    return statistics.median(samples[1:]), compile_seconds  # the first sample loads and tunes
+    return statistics.median(samples[1:]), compile_seconds  # the first sample loads and warms up
 
 
 @functools.partial(jax.jit, static_argnums=1)
