@@ -148,7 +148,8 @@ def make_step(config: ModelConfig, structure: Any, kind: str, options: argparse.
         logits, caches = model(tokens[:, None], caches, positions=positions, attention=attention)
         return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), caches
 
-    return jax.jit(step, donate_argnums=2)
+    # Donated arrays are matched with results by shape and in order: without the tokens, counts would be copied.
+    return jax.jit(step, donate_argnums=(1, 2))
 
 
 def measure(
