@@ -148,7 +148,7 @@ def make_step(config: ModelConfig, structure: Any, kind: str, options: argparse.
         logits, caches = model(tokens[:, None], caches, positions=positions, attention=attention)
         return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), caches
 
-    # Donated arrays are matched with results by shape and in order: without the tokens, counts would be copied.
+    # Donated arrays meet results of their shape in order: without the tokens, every length would be copied.
     return jax.jit(step, donate_argnums=(1, 2))
 
 
