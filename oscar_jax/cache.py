@@ -10,7 +10,6 @@ entries of padding rows can point there.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -155,23 +154,11 @@ def append_rows(
         check_capacity(cache, new_lengths)
     if isinstance(cache, DenseCache):
         return _append_dense(cache, key, value, new_lengths)
-    paged = functools.partial(_append_paged, implementation=implementation)
-    arguments = (cache, rotation, round_to_bfloat16(key), round_to_bfloat16(value), new_lengths)
-    if key.shape[1] > 1:
-        return paged(*arguments)
-    return ops.append_token(*arguments, reference=paged, implementation=implementation)
-
-
-def _append_paged(
-    cache: LayerCache,
-    rotation: Any,
-    key: jax.Array,
-    value: jax.Array,
-    new_lengths: jax.Array,
-    *,
-    implementation: str | None,
-) -> LayerCache:
-    """`append_rows` for any number of rows: collects the pages that leave, quantizes and scatters them."""
+    if key.shape[1] == 1:
+        written = ops.append_token(cache, rotation, key, value, new_lengths, implementation=implementation)
+        if written is not None:
+            return written
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     cache = _write_pages(cache, rotation, pages, implementation)
