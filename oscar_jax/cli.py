@@ -45,7 +45,7 @@ methods:
   bf16           the same model with a BF16 cache: the reference
   int2           the rotation set, through the real 2-bit cache
   int2:BASIS     the real cache with another basis fitted to the same statistics; BASIS is channel_balanced,
-                 balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow: int2:balanced@0.1@1.6
+                 balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow (default @0.1@1.6)
   published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
                  scale and zero per 128 channels
   hadamard       the same quantizer behind a plain Hadamard rotation, simulated
@@ -205,7 +205,7 @@ def _add_calibrate(commands) -> None:
         type=float,
         default=defaults.damping,
         metavar="X",
-        help="added to covariances, relative to the mean variance (default %(default)s; auto tries several)",
+        help="added to covariances, relative to the mean variance (default %(default)s; not used by auto)",
     )
     command.add_argument(
         "--all-layers", action="store_true", help="also layers with a sliding window of at most 1024 tokens"

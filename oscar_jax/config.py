@@ -114,7 +114,7 @@ class CalibrationConfig:
     context: int = 4096
     basis: str = "auto"
     per_head: bool = True
-    damping: float = 0.01
+    damping: float = 0.1
 
     BASES = ("auto", "channel_balanced", "balanced", "oscar", "hadamard", "identity")
 

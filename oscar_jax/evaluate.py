@@ -22,7 +22,8 @@ import numpy as np
 
 from . import cache_format as fmt
 from . import fidelity, plots
-from .config import CacheConfig, CheckpointError, ConfigError
+from .calibrate import KEY_MULTIPLIERS
+from .config import CacheConfig, CalibrationConfig, CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
 from .rotation import KEY_BASES, RotationSet, fit_layer_rotation, hadamard_matrix
@@ -32,7 +33,8 @@ from .text import TextError, TokenStream
 PROBES = 256  # query positions at which attention itself is compared
 CURVE_BINS = 24
 METHODS = ("bf16", "int2", "published", "hadamard", "naive")
-DEFAULT_BASIS_NUMBERS = [0.01, fmt.MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)]  # damping and alpha
+# Of a method "int2:BASIS": damping and alpha, as `oscar calibrate --basis BASIS` takes them.
+DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, KEY_MULTIPLIERS[0] / (1 << fmt.MULTIPLIER_BITS)]
 
 
 def check_method_names(names: Sequence[str]) -> None:
