@@ -243,10 +243,15 @@ def run(options: argparse.Namespace) -> None:
         read = sum(x.nbytes for x in weights[1]) - lookup
         row: dict[str, Any] = {"batch": batch, "layers": layers, "weight_bytes": read}
         row["allowed_speed_up"] = (read + layers * bf16_bytes) / (read + layers * int2_bytes)
-        for kind in ("int2", "bf16"):
-            timing = measure(config, weights, kind, batch, options.length, options)
-            row[f"{kind}_ms"], row[f"{kind}_compile_seconds"] = timing
-            row[f"{kind}_tokens_per_second"] = batch / row[f"{kind}_ms"] * 1e3
+        try:
+            for kind in ("int2", "bf16"):
+                timing = measure(config, weights, kind, batch, options.length, options)
+                row[f"{kind}_ms"], row[f"{kind}_compile_seconds"] = timing
+                row[f"{kind}_tokens_per_second"] = batch / row[f"{kind}_ms"] * 1e3
+        except Exception as error:  # one batch that runs out of memory must not hide the others
+            rows.append({**row, "skipped": f"{type(error).__name__}: {error}"[:300]})
+            print("failed:", json.dumps(rows[-1]), flush=True)
+            continue
         row["speed_up"] = row["bf16_ms"] / row["int2_ms"]
         row["share_of_allowed"] = row["speed_up"] / row["allowed_speed_up"]
         rows.append(row)
