@@ -153,7 +153,7 @@ def stage_transform(m: Any, head_dim: int, transform: Any) -> None:
 
     A thread takes blocks of 8 rows and 8 columns; a word of the operand is one limb of four rows of a column.
     """
-    row_bits, column_bits, low_limb = operand_offsets(head_dim)
+    row_bits, column_bits, _ = operand_offsets(head_dim)
     width = head_dim.bit_length() - 4  # bits of the number of a block of columns, or of rows
     units = 1 << 2 * width
     for start in range(0, units, 2 * THREADS):  # two blocks at a time hide the way to memory
@@ -171,14 +171,24 @@ def stage_transform(m: Any, head_dim: int, transform: Any) -> None:
                     place = place + ((number >> i) & 1) * bits[3 + i]
             blocks.append((place, words))
         for place, words in blocks:
-            for column, half in np.ndindex(8, 2):
-                four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
-                offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
-                byte = 2 * (column % 2)
-                m.store_shared(place, [pages._gather(m, four, byte)], offset + low_limb)
-                # The high limb is that of v + 128, in each half of the word by itself.
-                four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
-                m.store_shared(place, [pages._gather(m, four, byte + 1)], offset)
+            store = functools.partial(_store_limbs, m, head_dim, place, words)
+            if units < THREADS:
+                m.when(m.thread.lt(units), store)
+            else:
+                store()
+
+
+def _store_limbs(m: Any, head_dim: int, place: Any, words: list) -> None:
+    """The limbs of 8 rows of 8 columns, two columns to a word; `place` is where the first one goes."""
+    row_bits, column_bits, low_limb = operand_offsets(head_dim)
+    for column, half in np.ndindex(8, 2):
+        four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
+        offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
+        byte = 2 * (column % 2)
+        m.store_shared(place, [pages._gather(m, four, byte)], offset + low_limb)
+        # The high limb is that of v + 128, in each half of the word by itself.
+        four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
+        m.store_shared(place, [pages._gather(m, four, byte + 1)], offset)
 
 
 @functools.cache
