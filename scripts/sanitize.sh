@@ -24,15 +24,16 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { # name, tool, pytest arguments
   local log="$logs/$1.$2"
-  eval timeout "${SECONDS_PER_CASE:-240}" compute-sanitizer --tool "$2" --error-exitcode 9 --target-processes all \
+  eval timeout "${SECONDS_PER_CASE:-240}" compute-sanitizer --tool "$2" --error-exitcode 9 \
     "$python" -m pytest -q -x -p no:cacheprovider "$3" >"$log" 2>&1
   echo "$?" >"$log.code"
 }
-while IFS='|' read -r name tests; do
-  [ -n "$name" ] || continue
-  for tool in memcheck racecheck; do run "$name" "$tool" "$tests" & done
-done <<<"$cases"
-wait
+for tool in memcheck racecheck; do
+  while IFS='|' read -r name tests; do
+    [ -n "$name" ] && run "$name" "$tool" "$tests" &
+  done <<<"$cases"
+  wait
+done
 {
   echo "# compute-sanitizer"
   echo
