@@ -77,6 +77,9 @@ class Int:
     def abs(self):
         return Int(np.abs(self.signed))
 
+    def distance(self, o, addend):
+        return Int(np.abs(self.signed - Int(o).signed) + Int(addend).signed)
+
     def lt(self, o):
         return Predicate(self.signed < Int(o).signed)
 
@@ -107,7 +110,8 @@ class Float:
         return Float(self.value + Float(o).value)
 
     def __sub__(self, o):
-        return Float(self.value - Float(o).value)
+        with np.errstate(invalid="ignore"):
+            return Float(self.value - Float(o).value)
 
     def __mul__(self, o):
         return Float(self.value * Float(o).value)
@@ -118,8 +122,21 @@ class Float:
         product = self.value.astype(np.float64) * Float(factor).value
         return Float((product + Float(addend).value).astype(np.float32))
 
+    def fma_down(self, factor, addend):
+        product = self.value.astype(np.float64) * Float(factor).value
+        addend = Float(addend).value.astype(np.float64)
+        total = product + addend
+        part = total - product
+        error = (product - (total - part)) + (addend - part)  # of the sum in float64: exact
+        near = total.astype(np.float32)
+        above = (near > total) | ((near == total) & (error < 0))
+        return Float(np.where(above, np.nextafter(near, np.float32(-np.inf)), near))
+
     def max(self, o):
         return Float(np.fmax(self.value, Float(o).value))
+
+    def max_or_nan(self, o):
+        return Float(np.maximum(self.value, Float(o).value))
 
     def min(self, o):
         return Float(np.fmin(self.value, Float(o).value))
@@ -214,10 +231,14 @@ class Machine:
         return _pack(low.value.astype(ml_dtypes.bfloat16), high.value.astype(ml_dtypes.bfloat16))
 
     def max_u16x2(self, a, b):
-        halves = np.maximum(
-            np.ascontiguousarray(a.value).view(np.uint16), np.ascontiguousarray(b.value).view(np.uint16)
-        )
-        return Int(halves.view(np.uint32))
+        return _halfwise(np.maximum, a, b, np.uint16)
+
+    def max_s16x2(self, a, b):
+        return _halfwise(np.maximum, a, b, np.int16)
+
+    def sum_bytes(self, word, total):
+        parts = self._full(word).view(np.int8).reshape(self.threads, 4)
+        return Int(total.signed + parts.sum(-1, dtype=np.int64))
 
     def gather_bytes(self, a, b, selector):
         words = np.stack([self._full(a), self._full(b)], -1)
@@ -489,6 +510,11 @@ class _Barrier:
     parity: int = 0
     expected: int = 0
     copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+
+
+def _halfwise(function: Callable, a: Int, b: Int, kind: Any) -> Int:
+    halves = function(*(np.ascontiguousarray(x.value).view(kind) for x in (a, b)))
+    return Int(halves.view(np.uint32))
 
 
 def _pack(low: np.ndarray, high: np.ndarray) -> Int:

@@ -125,7 +125,7 @@ def _recent_slot(shape: AppendShape, page: Any) -> Any:
 
 def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, source: Any, target: Any) -> None:
     """Quantizes window page `source` of one head into INT2 page `target`."""
-    m.area = m.shared_base + shape.transform_bytes
+    m.area = m.shared_base + shape.area_start
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
     row_bytes = 2 * shape.head_dim
     chunks = shape.head_dim // 8  # of 16 bytes in a row
@@ -144,6 +144,8 @@ def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, sourc
     stage_transform(m, shape.head_dim, transform)
     m.wait_copies(0)
     m.order_copies()
+    m.sync_warpgroup()
+    pages._store_corrections(m, shape, THREADS)
     m.sync_warpgroup()
     pages._quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier)
 

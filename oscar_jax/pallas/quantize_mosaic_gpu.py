@@ -4,8 +4,7 @@ Byte for byte the quantizer of `quantize.py` (the step numbers are those of `doc
 rows and transform are split into bytes, and `wgmma` instructions sum their products exactly. A block keeps a
 head's transform in shared memory, in the order of the right operand, and each of its warpgroups walks over
 pages of its own; warp w of a group owns the tokens 16w .. 16w+15, so that a lane ends up with the 16 codes of
-a key word, and a warp with the 16 codes of a value word. Keys and values share one launch: a block does its
-keys, then its values.
+a key word, and a warp with the 16 codes of a value word. Keys and values share one launch.
 
 A page goes through a warpgroup like this: its rows arrive in shared memory while the page before is still
 being coded; a lane reads the entries of its left operand, centers them and splits them into bytes in
@@ -20,15 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import cache_format as fmt
 from ..config import DTypeError, ShapeError
 from ..quantize import check_pages, round_to_bfloat16
 from . import fragments as frag
 from .registers import Warpgroup
-from .tuning import quantize_plan
+from .tuning import page_costs, quantize_plan
 
 PAGE = fmt.PAGE_TOKENS
 HEAD_DIMS = (64, 128, 256)
@@ -36,11 +35,12 @@ WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
 # Columns of one product: few enough that all sums, operands and results stay in registers.
-COLUMNS = {64: 64, 128: 64, 256: 32}
+COLUMNS = {64: 64, 128: 64, 256: 64}
 HIGH, LOW = 0, 1  # limbs
 
 _SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
+_LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: what sums of cleaned numbers below it cannot hide
 _INFINITY_BITS = 0x7F80
 
 
@@ -52,15 +52,24 @@ class QuantizeShape:
     heads: int
     head_dim: int
     rotation_heads: int  # 1 or `heads`
-    blocks: int  # per head
+    blocks: int
     warpgroups: int  # of a block
     kinds: tuple[str, ...]  # "key", "value" or both
 
-    # Shared memory: the transform, then per warpgroup, at these byte offsets: a tile of rows, the mean, what
-    # the warps exchange (sums of keys, or words of values), one word per warp.
+    # Shared memory: the transform, corrections, then per warpgroup, at these byte offsets: a tile of rows,
+    # the mean, the sums of keys of each warp, one word per warp.
     @property
     def transform_bytes(self) -> int:
         return 2 * self.head_dim**2
+
+    @property
+    def correction_stride(self) -> int:
+        """Bytes of the corrections of a lane column: padded, so that the four are read from other banks."""
+        return self.head_dim + 16
+
+    @property
+    def area_start(self) -> int:
+        return self.transform_bytes + 4 * self.correction_stride
 
     @property
     def row_bytes(self) -> int:
@@ -72,12 +81,12 @@ class QuantizeShape:
         return PAGE * self.row_bytes
 
     @property
-    def exchange_offset(self) -> int:
+    def sum_offset(self) -> int:
         return self.mean_offset + 4 * self.head_dim
 
     @property
     def warp_offset(self) -> int:
-        return self.exchange_offset + 4 * WARPS * self.head_dim
+        return self.sum_offset + 4 * WARPS * self.head_dim
 
     @property
     def area_bytes(self) -> int:
@@ -85,29 +94,46 @@ class QuantizeShape:
 
     @property
     def shared_bytes(self) -> int:
-        return self.transform_bytes + self.warpgroups * self.area_bytes
+        return self.area_start + self.warpgroups * self.area_bytes
 
 
 # ------------------------------------------------------------------------------------------ kernel body
 
 
 def quantize_body(m: Any, shape: QuantizeShape, block: tuple, refs: dict) -> None:
-    """The kernel for one block. `m` is a register machine, `block` = (number among the head's blocks, head).
+    """The kernel for one block. `m` is a register machine, `block` = (number,).
 
-    The head's pages of all kinds are dealt out to its warpgroups like cards, keys first.
+    Pages are numbered by kind, then by head, and a block takes a run of them, its share of the work.
     """
-    number, head = block
-    groups = shape.blocks * shape.warpgroups
-    for i, kind in enumerate(shape.kinds):
-        first = (number * shape.warpgroups + (-i * shape.pages) % groups).umod(groups)
-        some = first.lt(shape.pages) | first.ge(groups - shape.warpgroups + 1)
-        m.when(some, functools.partial(_pages, m, shape, refs, kind, first, head))
+    pages = shape.heads * shape.pages  # of a kind
+    costs = page_costs(shape.kinds, pages // shape.blocks)
+    share = -(-sum(costs) * pages // shape.blocks)
+    begin = block[0] * share
+    for i, (kind, cost) in enumerate(zip(shape.kinds, costs)):
+        before = sum(costs[:i]) * pages
+        first = (begin - before).max(0).udiv(cost)
+        end = (begin + (share - before)).max(0).udiv(cost).min(pages)
+        m.when(first.lt(end), functools.partial(_heads, m, shape, refs, kind, first, end))
 
 
-def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, head: Any) -> None:
-    """All pages of one block: `kind` rows of one head, its first warpgroup from page `first` on."""
+def _heads(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, end: Any) -> None:
+    """The pages first .. end - 1 of `kind`, one head after the other."""
+
+    def one_head(carry):
+        head = carry[0].udiv(shape.pages)
+        before = head * shape.pages
+        until = (before + shape.pages).min(end)
+        _pages(block, shape, refs, kind, head, carry[0] - before, until - before)
+        return [until]
+
+    heads = (end - 1).udiv(shape.pages) - first.udiv(shape.pages) + 1
+    block.loop(heads, [first], one_head)
+
+
+def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, first: Any, end: Any) -> None:
+    """The pages first .. end - 1 of one head, dealt out to the block's warpgroups."""
     m = Warpgroup(block)
-    m.area = m.shared_base + shape.transform_bytes + m.index * shape.area_bytes
+    m.area = m.shared_base + shape.area_start + m.index * shape.area_bytes
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
 
     # ---- the transform, in operand order; it stays. The products read it past the threads that copied it.
@@ -133,17 +159,18 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
             m.copy_async(slot, base, n * shape.row_bytes, n * token_stride)
 
     def fetch_if_there(page):
-        m.when(page.lt(shape.pages), lambda: fetch(page))
+        m.when(page.lt(end), lambda: fetch(page))
         m.commit_copies()
 
-    groups = shape.blocks * shape.warpgroups
-    first = (first + m.index).umod(groups)
+    first = first + m.index
     fetch_if_there(first)
     if kind == "value":
         _store_value_mean(m, shape, refs, rotation_head)
     m.wait_copies(0)
     m.order_copies()
     block.sync_block()  # the transform is there
+    _store_corrections(block, shape, threads)
+    block.sync_block()
 
     def page_step(carry):
         page = carry[0]
@@ -151,14 +178,40 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, first: Any, 
 
         def fetch_next():
             m.sync_warp()
-            fetch_if_there(page + groups)
+            fetch_if_there(page + shape.warpgroups)
 
         m.wait_copies(0)
+        m.sync_warp()
         page_head = page * shape.heads + head
         _quantize_tile(m, shape, refs, kind, m.area, slots, page_head, multiplier, fetch_next)
-        return [page + groups]
+        return [page + shape.warpgroups]
 
-    m.loop((m.Int(shape.pages + groups - 1) - first).udiv(groups), [first], page_step)
+    count = (end - first + (shape.warpgroups - 1)).max(0).udiv(shape.warpgroups)
+    m.loop(count, [first], page_step)
+
+
+def _store_corrections(m: Any, shape: QuantizeShape, threads: int) -> None:
+    """What makes up for unsigned rows: -2**14 * (sum of a column of the transform) / 256, per column.
+
+    To shared memory, in the order in which the lanes need them. The transform lies there, visible to the
+    first `threads` threads, which do the work.
+    """
+
+    def store(column):
+        tile, j = column >> 3, column & 7
+        sums = [m.Int(0), m.Int(0)]
+        for limb, s, part in np.ndindex(2, shape.head_dim // 32, 2):
+            offset = operand_offset(shape.head_dim, limb, s, 0) + 128 * part
+            for word in m.load_shared(m.shared_base + tile * 256 + j * 16, 4, offset):
+                sums[limb] = m.sum_bytes(word, sums[limb])
+        total = (sums[HIGH] << fmt.LIMB_BITS) + sums[LOW]
+        at = m.shared_base + (j >> 1) * shape.correction_stride + tile * 8 + (j & 1) * 4
+        correction = (0 - total) << fmt.TRANSFORM_BITS - fmt.LIMB_BITS
+        m.store_shared(at, [correction], shape.transform_bytes)
+
+    for n in range(-(-shape.head_dim // threads)):
+        column = m.thread + n * threads
+        m.when(column.lt(shape.head_dim), functools.partial(store, column))
 
 
 def _quantize_tile(
@@ -175,21 +228,29 @@ def _quantize_tile(
     """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
 
     `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows.
+    A warp's rows are visible to it.
     `page_head` = page * heads + head is where the result goes. The transform lies at the start of shared
     memory, in the order of `transform_operand`, ordered before the products (`order_copies` in the threads
-    that wrote it, then a barrier); the value mean lies in the group's area. `rows_are_read` is called when
-    this warp no longer needs its rows in the tile.
+    that wrote it, then a barrier), behind it what `_store_corrections` says; the value mean lies in the
+    group's area. `rows_are_read` is called when this warp no longer needs its rows in the tile.
     """
-    words, largest = _clean_own_rows(m, slots)
     if kind == "key":
+        words, largest = _clean_own_rows(m, slots)
         _page_mean(m, shape, refs, words, largest, page_head)
-    m.sync_warpgroup()  # cleaned rows and mean are visible; the exchange may be overwritten
 
     g, c = m.lane >> 2, m.lane & 3
-    limbs, exponents = _split_rows(m, shape, tile, g, c)
+    *rows, top, top_too = _center_rows(m, shape, tile, g, c)
+    if kind == "value":
+        # Rare: only rows that differ from their cleaned selves by enough to show, or a mean that hides it.
+        mean_tops = m.load_shared(m.area, 4, shape.warp_offset)
+        mean_top = functools.reduce(lambda a, b: a.max(b), mean_tops)
+        strange = top.max_or_nan(top_too).as_int().ge(_LARGE_BITS << 16) | mean_top.ge(_LARGE_BITS)
+        clean = functools.partial(_center_rows, m, shape, tile, g, c, clean=True)
+        *rows, top, top_too = m.branch(m.any_lane(strange), [*rows, top, top_too], lambda _: clean())
     if rows_are_read:
         rows_are_read()
-    y = _rotate_rows(m, shape, limbs)
+    limbs, exponents = _split_rows(m, shape, rows, (top, top_too))
+    y = _rotate_rows(m, shape, limbs, c)
     bounds = []
     for half in range(2):
         total = functools.reduce(lambda a, b: a + b, [x.abs() & -(1 << fmt.ABS_SHIFT) for x in y[half]])
@@ -215,32 +276,37 @@ def _quantize_tile(
 def _code_word(m: Any, entries: list[tuple]) -> Any:
     """Step 8 for the 16 entries (Y, bound) of a word, in order.
 
-    code = 3 - (Y < -bound) - (Y < 0) - (Y < bound). The three conditions imply one another, so the second
-    flips both bits of a code of 3, the others its low bit. Two entries are done at a time: each fills half a
-    word with its sign, and a mask picks the two bits that are its code's.
+    Y < 0 flips both bits of a code of 3, and -bound <= Y < bound, which is |2Y + 1| < 2 bound + 1, its low
+    bit. Two entries are done at a time: each fills half a word with its sign, and a mask picks the bits that
+    are its code's.
     """
     word = m.Int(-1)
     for p in range(8):
-        (x, x_bound), (y, y_bound) = entries[p], entries[p + 8]
-        for low, high, bits in (
-            (x + x_bound, y + y_bound, 0b01),
-            (x, y, 0b11),
-            (x - x_bound, y - y_bound, 0b01),
-        ):
-            word = word ^ (m.gather_bytes(low, high, _SIGNS) & (bits << 2 * p) * 0x10001)
+        pair = [(y << 1, bound) for y, bound in entries[p::8]]
+        inner = [y.distance(-1, -1 - (bound << 1)) for y, bound in pair]
+        negative = m.gather_bytes(pair[0][0], pair[1][0], _SIGNS)
+        word = word ^ (negative & (0b11 << 2 * p) * 0x10001)
+        word = word ^ (m.gather_bytes(*inner, _SIGNS) & (0b01 << 2 * p) * 0x10001)
     return word
 
 
 def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: Any) -> None:
-    """The calibrated mean value, cleaned, as float32 in shared memory."""
+    """The calibrated mean value, cleaned, as float32 in shared memory, and its largest magnitudes as bf16."""
     words = shape.head_dim // 2
-
-    def store():
-        address = m.pointer(refs["value_mean"]).at(rotation_head, 2 * shape.head_dim).at(m.thread, 4)
-        word = _clean_word(m, m.load_global(address)[0])
-        m.store_shared(m.area + m.thread * 8, [word << 16, word & 0xFFFF0000], shape.mean_offset)
-
+    own = m.thread.min(words - 1)
+    address = m.pointer(refs["value_mean"]).at(rotation_head, 2 * shape.head_dim).at(own, 4)
+    word = _clean_word(m, m.load_global(address)[0])
+    store = functools.partial(m.store_shared, m.area + own * 8, list(_halves(word)), shape.mean_offset)
     m.when(m.thread.lt(words), store)
+    _store_warp_top(m, shape, word & 0x7FFF7FFF)
+
+
+def _store_warp_top(m: Any, shape: QuantizeShape, tops: Any) -> None:
+    """The warp's largest of two magnitudes (bf16) per lane, to its word in shared memory."""
+    top = (tops >> 16).max(tops & 0xFFFF)
+    for distance in (1, 2, 4, 8, 16):
+        top = top.max(m.shuffle_xor(top, distance))
+    m.store_shared(m.area + m.warp * 4, [top], shape.warp_offset)
 
 
 def _clean_word(m: Any, word: Any) -> Any:
@@ -261,7 +327,9 @@ def _clean_own_rows(m: Any, slots: list) -> tuple[list, Any]:
     """
 
     def largest(words):
-        return functools.reduce(m.max_u16x2, [w & 0x7FFF7FFF for w in words])
+        # As unsigned numbers the negative ones are the largest, by magnitude; as signed ones the positive.
+        tops = (functools.reduce(maximum, words) & 0x7FFF7FFF for maximum in (m.max_u16x2, m.max_s16x2))
+        return m.max_u16x2(*tops)
 
     def clean(carry):
         words = [_clean_word(m, w) for w in carry[:-1]]
@@ -284,10 +352,7 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, words: list, largest: A
     warps of the group add up.
     """
     head_dim = shape.head_dim
-    top = (largest >> 16).max(largest & 0xFFFF)
-    for distance in (1, 2, 4, 8, 16):
-        top = top.max(m.shuffle_xor(top, distance))
-    m.store_shared(m.area + m.warp * 4, [top], shape.warp_offset)
+    _store_warp_top(m, shape, largest)
     m.sync_warpgroup()
     tops = m.load_shared(m.area, 4, shape.warp_offset)
     exponent = (functools.reduce(lambda a, b: a.max(b), tops) >> 7) - 127
@@ -308,14 +373,14 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, words: list, largest: A
 
     def store_totals():
         for i in range(2):
-            m.store_shared(at, totals[4 * i : 4 * i + 4], shape.exchange_offset + 16 * i)
+            m.store_shared(at, totals[4 * i : 4 * i + 4], shape.sum_offset + 16 * i)
 
     m.when(m.lane.lt(chunks), store_totals)
     m.sync_warpgroup()
 
     def finish():
         at = m.area + m.thread * 8  # a pair of channels
-        sums = [m.load_shared(at, 2, shape.exchange_offset + 4 * head_dim * i) for i in range(WARPS)]
+        sums = [m.load_shared(at, 2, shape.sum_offset + 4 * head_dim * i) for i in range(WARPS)]
         bits = []
         for i in range(2):
             total = functools.reduce(lambda a, b: a + b, [s[i] for s in sums])
@@ -326,6 +391,7 @@ def _page_mean(m: Any, shape: QuantizeShape, refs: dict, words: list, largest: A
         m.store_global(address, [bits[0] | (bits[1] << 16)])
 
     m.when(m.thread.lt(head_dim // 2), finish)
+    m.sync_warpgroup()  # the mean is visible
 
 
 def _halves(word: Any) -> tuple:
@@ -333,36 +399,51 @@ def _halves(word: Any) -> tuple:
     return word << 16, word & 0xFFFF0000
 
 
-def _split_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tuple[tuple, list]:
-    """Steps 3-5 for the rows frag.row_token(g, half) of this warp: left operands, and the rows' exponents.
+def _center_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any, clean: bool = False) -> list:
+    """x - mean for the rows frag.row_token(g, half) of this warp, then the largest magnitude of each row.
 
-    Returns (high, low), each with four words per k-step of 32 channels; the low byte is unsigned: which bytes
-    a row is split into does not change step 6, which is floor(X T / 256).
+    A lane holds of row g, then of row g + 8, the channels 32 s + 8 c ... of every k-step s. With `clean`
+    step 1 comes first.
     """
-    centered: list[list] = [[], []]
+    rows: list[list] = [[], []]
     for s in range(shape.head_dim // 32):
-        # This lane's eight channels of the k-step: 32 s + 8 c ...
         mean = [m.load_shared(m.area + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
         mean = [w.as_float() for w in mean[0] + mean[1]]
         for half in range(2):
             row = m.warp * 16 + frag.row_token(g, half)
             words = m.load_shared(tile + row * shape.row_bytes + c * 16, 4, 64 * s)
+            words = [_clean_word(m, w) for w in words] if clean else words
             x = [v.as_float() for w in words for v in _halves(w)]
-            centered[half] += [a - b for a, b in zip(x, mean)]
+            rows[half] += [a - b for a, b in zip(x, mean)]
+    tops = []
+    for row in rows:
+        top = functools.reduce(lambda a, b: a.max_or_nan(b), [x.abs() for x in row])
+        for distance in (1, 2):
+            top = top.max_or_nan(m.shuffle_xor(top, distance))
+        tops.append(top)
+    return [*rows[0], *rows[1], *tops]
+
+
+def _split_rows(m: Any, shape: QuantizeShape, rows: list, tops: tuple) -> tuple[tuple, list]:
+    """Steps 3-5 for two centered rows: left operands of the products, and the exponents of the rows.
+
+    Returns (high, low), each with four words per k-step of 32 channels: the bytes of X + 2**14, which are
+    unsigned. Step 6 is floor(X T / 256), whichever bytes X is split into.
+    """
     high, low = [], []  # [half][words]
     exponents = []
-    for half in range(2):
-        top = functools.reduce(lambda a, b: a.max(b), [x.abs() for x in centered[half]])
-        for distance in (1, 2):
-            top = top.max(m.shuffle_xor(top, distance))
+    for half, top in enumerate(tops):
         exponent = (top.as_int() >> 23) - 127
         empty = exponent.lt(fmt.MIN_EXPONENT)
         exponent = m.select(empty, m.Int(0), exponent)
-        factor = ((fmt.ROW_BITS + 127 - exponent) << 23).as_float()
+        factor = ((fmt.ROW_BITS + 8 + 127 - exponent) << 23).as_float()
         factor = m.select(empty, m.Float(0.0), factor)  # every entry of an empty row is 0
-        # The bias leaves the low two bytes alone: those of X.
-        fixed = [x.fma(factor, 0.5).floor_biased().as_int() for x in centered[half]]
-        pairs = [m.gather_bytes(a, b, 0x5410) for a, b in zip(fixed[::2], fixed[1::2])]
+        # floor(256 X' + 128) in the low 23 bits of a float: byte 1 is the low byte of X, byte 2 its high byte
+        # plus 64. Where X = 2**14 the float's unit is 2, and these bytes come out all the same.
+        size = len(rows) // 2
+        row = rows[half * size : (half + 1) * size]
+        fixed = [x.fma_down(factor, 1.5 * 2.0**23 + 128).as_int() for x in row]
+        pairs = [m.gather_bytes(a, b, 0x6521) for a, b in zip(fixed[::2], fixed[1::2])]
         low.append([m.gather_bytes(a, b, 0x6420) for a, b in zip(pairs[::2], pairs[1::2])])
         high.append([m.gather_bytes(a, b, 0x7531) for a, b in zip(pairs[::2], pairs[1::2])])
         exponents.append(exponent)
@@ -371,7 +452,7 @@ def _split_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> tupl
     return (high, low), exponents
 
 
-def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple) -> tuple[list, list]:
+def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[list, list]:
     """Step 6: Y [half][2n + b] of a lane is the output channel frag.rotated_channel(n, 2c + b).
 
     In pieces of COLUMNS channels. high * high and low * low come first, so that their sum, at its place, can
@@ -382,19 +463,26 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple) -> tuple[list, list
     size = len(limbs[0])
     limbs = m.wgmma_fence([*limbs[0], *limbs[1]])
     a_limbs = (limbs[:size], limbs[size:])
+    corrections = m.shared_base + c * shape.correction_stride
     y: tuple[list, list] = ([], [])
 
     def product(tile, a, b, total=None):
         for s in range(steps):
             address = m.shared_base + operand_offset(shape.head_dim, b, s, tile)
             words = a_limbs[a][4 * s : 4 * s + 4]
-            total = m.wgmma_s8(words, address, total, columns=columns, unsigned_a=a == LOW)
+            total = m.wgmma_s8(words, address, total, columns=columns, unsigned_a=True)
         return total
 
     for tile in range(0, shape.head_dim // 8, columns // 8):
-        sums = m.wgmma_wait(product(tile, HIGH, HIGH) + product(tile, LOW, LOW))
-        outer = zip(sums[: columns // 2], sums[columns // 2 :])
-        total = m.wgmma_fence([(high << fmt.LIMB_BITS) + low.sar(fmt.LIMB_BITS) for high, low in outer])
+        outer = product(tile, HIGH, HIGH) + product(tile, LOW, LOW)
+        offset = shape.transform_bytes + 8 * tile
+        correction = [w for n in range(0, columns, 16) for w in m.load_shared(corrections, 4, offset + n)]
+        outer = m.wgmma_wait(outer)
+        total = []
+        for i, (high, low) in enumerate(zip(outer[: columns // 2], outer[columns // 2 :])):
+            low = low.sar(fmt.LIMB_BITS) + correction[i >> 2 << 1 | i & 1]
+            total.append((high << fmt.LIMB_BITS) + low)
+        total = m.wgmma_fence(total)
         total = m.wgmma_wait(product(tile, LOW, HIGH, product(tile, HIGH, LOW, total)))
         for i, x in enumerate(total):
             y[i >> 1 & 1].append(x)
@@ -435,6 +523,7 @@ def _store_value_words(
     exchanges = [(distance, m.select(up, m.Int(b), m.Int(a))) for distance, up, a, b in exchanges]
     kept = m.select(upper[0], m.Int(0xF0F0F0F0), m.Int(0x0F0F0F0F))
     turn = m.select(upper[0], m.Int(28), m.Int(4))
+    base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim).at(m.warp, 4)
     for w in range(shape.head_dim // 32):
         entries = [(y[half][8 * w + k], bounds[half]) for k in range(8) for half in range(2)]
         word = _code_word(m, entries)
@@ -444,17 +533,7 @@ def _store_value_words(
         word = (word & kept) | (other & (kept ^ 0xFFFFFFFF))
         entry = g + 8 * w
         channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
-        m.store_shared(m.area + channel * 16 + m.warp * 4, [word], shape.exchange_offset)
-    m.sync_warpgroup()
-    base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim)
-
-    def store(channel):
-        words = m.load_shared(m.area + channel * 16, 4, shape.exchange_offset)
-        m.store_global(base.at(channel, 16), words)
-
-    for n in range(-(-shape.head_dim // THREADS)):
-        channel = m.thread + n * THREADS
-        m.when(channel.lt(shape.head_dim), functools.partial(store, channel))
+        m.store_global(base.at(channel, 16), [word])
 
 
 # ------------------------------------------------------------------------------------------ launches
@@ -494,36 +573,19 @@ def _argument_names(kinds: tuple[str, ...]) -> tuple[list[str], list[str]]:
 @functools.cache
 def _quantize_kernel(shape: QuantizeShape) -> Any:
     """The compiled-on-first-use kernel of one shape; arrays in the order of _argument_names."""
-    from .registers import Int, MosaicMachine
+    from .registers import compiled_kernel
 
     inputs, outputs = _argument_names(shape.kinds)
-
-    def body(*refs):
-        block = [lax.axis_index(name) for name in ("block", "head")]
-        splat = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(splat,) * 2 + (plgpu.RefType(),) * len(refs), return_type=())
-        def emit(_, *operands):
-            indices = tuple(Int(x.registers.item()) for x in operands[:2])
-            *arrays, shared = operands[2:]
-            quantize_body(MosaicMachine(shared), shape, indices, dict(zip(inputs + outputs, arrays)))
-            return ()
-
-        emit(*block, *refs)
-
     shapes = fmt.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(jax.ShapeDtypeStruct(shapes[n], fmt.INT2_ARRAYS[n]) for n in outputs),
-        grid=(shape.blocks, shape.heads),
-        grid_names=("block", "head"),
-        num_threads=shape.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((shape.shared_bytes // 4,), jnp.int32)],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="oscar_quantize",
+    return compiled_kernel(
+        lambda m, block, arrays: quantize_body(m, shape, block, arrays),
+        inputs,
+        {name: jax.ShapeDtypeStruct(shapes[name], fmt.INT2_ARRAYS[name]) for name in outputs},
+        {"block": shape.blocks},
+        WARPS * shape.warpgroups,
+        shape.shared_bytes,
+        "oscar_quantize",
     )
-    return jax.jit(kernel)  # layers of one shape share one lowering
 
 
 def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]) -> QuantizeShape:
@@ -533,7 +595,7 @@ def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]
         raise NotImplementedError(f"head_dim = {head_dim}: the Mosaic quantize kernel serves {HEAD_DIMS}")
     if pages < 1:
         raise NotImplementedError(f"{pages} pages: the Mosaic quantize kernel needs at least one")
-    blocks, warpgroups = quantize_plan(pages * len(kinds), heads, head_dim)
+    blocks, warpgroups = quantize_plan(pages * heads * len(kinds), head_dim)
     return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, warpgroups, kinds)
 
 

@@ -105,6 +105,11 @@ class Int:
     def abs(self):
         return Int(_ptx("abs.s32 $0, $1;", [self.value], [_i32()])[0])
 
+    def distance(self, other, addend):
+        """|self - other| + addend."""
+        operands = [self.value, self._of(other), self._of(addend)]
+        return Int(_ptx("sad.s32 $0, $1, $2, $3;", operands, [_i32()])[0])
+
     def lt(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 
@@ -153,8 +158,17 @@ class Float:
         """self * factor + addend, rounded once."""
         return Float(mlir_math.fma(self.value, self._of(factor), self._of(addend)))
 
+    def fma_down(self, factor, addend):
+        """self * factor + addend, rounded once, to the next smaller float."""
+        operands = (self, Float(self._of(factor)), Float(self._of(addend)))
+        return _ptx_float("fma.rm.f32 $0, $1, $2, $3;", *operands)
+
     def max(self, other):
         return _ptx_float("max.f32 $0, $1, $2;", self, Float(self._of(other)))
+
+    def max_or_nan(self, other):
+        """The maximum, NaN if one of both is NaN."""
+        return _ptx_float("max.NaN.f32 $0, $1, $2;", self, Float(self._of(other)))
 
     def min(self, other):
         return _ptx_float("min.f32 $0, $1, $2;", self, Float(self._of(other)))
@@ -297,6 +311,14 @@ class MosaicMachine:
     def max_u16x2(self, a, b):
         """Maximum of the two unsigned 16-bit halves."""
         return Int(_ptx("max.u16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
+
+    def max_s16x2(self, a, b):
+        """Maximum of the two signed 16-bit halves."""
+        return Int(_ptx("max.s16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
+
+    def sum_bytes(self, word, total):
+        """The total plus the four signed bytes of the word."""
+        return Int(_ptx("dp4a.s32.s32 $0, $1, 0x01010101, $2;", [word.value, total.value], [_i32()])[0])
 
     def gather_bytes(self, a, b, selector: Int | int):
         """Four bytes out of the eight of (a, b); nibble i of the selector names the source of byte i.
@@ -566,9 +588,7 @@ def compiled_kernel(
         block = [lax.axis_index(axis) for axis in grid]
         splat = plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(
-            arg_types=(splat,) * len(grid) + (plgpu.RefType(),) * len(refs), return_type=()
-        )
+        @plgpu.inline_mgpu(arg_types=(splat,) * len(grid) + (plgpu.RefType(),) * len(refs), return_type=())
         def emit(_, *operands):
             place = tuple(Int(x.registers.item()) for x in operands[: len(grid)])
             *arrays, shared = operands[len(grid) :]

@@ -46,9 +46,15 @@ def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
 
 # head_dim -> warpgroups per block; one block fits on a multiprocessor
 _QUANTIZE = {64: 4, 128: 3, 256: 2}
+_PAGE_COSTS = {"key": 6, "value": 5}
 
 
-def quantize_plan(pages: int, heads: int, head_dim: int) -> tuple[int, int]:
-    """Blocks per head, and their warpgroups, for `pages` pages (keys and values) of every head: one wave."""
-    blocks = min(pages, max(1, MULTIPROCESSORS // heads))
-    return blocks, min(_QUANTIZE[head_dim], -(-pages // blocks))
+def quantize_plan(pages: int, head_dim: int) -> tuple[int, int]:
+    """Blocks, and their warpgroups, for `pages` pages (keys and values, of every head): one wave."""
+    share = -(-pages // MULTIPROCESSORS)
+    return -(-pages // share), min(_QUANTIZE[head_dim], share)
+
+
+def page_costs(kinds: tuple[str, ...], pages: int) -> list[int]:
+    """The cost of a page of each kind, for blocks of about `pages` pages: blocks of few pages count them."""
+    return [_PAGE_COSTS[kind] if pages >= 16 else 1 for kind in kinds]
