@@ -6,6 +6,7 @@ it (append, flush) and the attention kernels.
 """
 
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from parity_tests.triton_interpreter import (
     flush_differences,
     interpret,
     overflow_differences,
+    pair_differences,
 )
 
 pytest.importorskip("torch")
@@ -84,7 +86,7 @@ class TestInterpreted:
 
     def test_append_token(self) -> None:
         """Ragged, over page boundaries, one sequence standing still every other step."""
-        assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 6) == []
+        assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 4) == []
 
     def test_append_beyond_the_table(self) -> None:
         """A row that would need a page that no table entry names is dropped."""
@@ -92,6 +94,11 @@ class TestInterpreted:
 
     def test_flush_pages(self) -> None:
         assert interpret(flush_differences, rotation(2, 64)) == []
+
+    @pytest.mark.parametrize("bits", [False, True])
+    def test_page_pair(self, bits: bool) -> None:
+        """Keys and values of pages in one launch, more pages than programs, strided rows."""
+        assert interpret(pair_differences, rotation(2, 64), 5, bits=bits) == []
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_query_limbs(self, head_dim: int) -> None:
@@ -161,6 +168,16 @@ class TestCompiled:
         assert ptx.count("m16n8k16.row.col.f32.f16.f16.f32") == values
         assert ptx.count("movmatrix") == 8 * max(1, padded_group // 8) + padded_group // 2
 
+    def test_quantizer_uses_the_matrix_unit(self) -> None:
+        """Four limb products and the packing of values by wgmma, limbs from shared memory, no division."""
+        ptx, shared = compile_bulk(128)
+        # Both roles: 4 products of 4 steps, both operands given by their address.
+        product = r"wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 \{[^}]*\}, %rd\d+, %rd\d+"
+        assert len(re.findall(product, ptx)) == 2 * 4 * 4
+        assert re.search(r"mma\S*f32\.f16\.f16", ptx), "values are packed by a matrix product"
+        assert "div" not in ptx.replace("divergent", "")
+        assert 3 * (shared + 1024) <= 227 * 1024, "three programs must fit a multiprocessor"
+
 
 def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
     """PTX and bytes of shared memory of the Gluon stage kernel for compute capability 9.0."""
@@ -190,6 +207,36 @@ def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def compile_bulk(head_dim: int) -> tuple[str, int]:
+    """PTX and bytes of shared memory of the bulk quantizer for compute capability 9.0."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from oscar_torch.triton_kernels.quantize_triton import _bulk_kernel, _bulk_tiles
+
+    if INTERPRETING:
+        pytest.skip("TRITON_INTERPRET is set for this process")
+    tiles = _bulk_tiles(head_dim, torch.device("cpu"))
+    options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg")}
+    constants = {"FIRST_ROLE": 0, "K": 8, "D": head_dim, **tiles}
+    strides = ("stride_page", "stride_token", "stride_head")
+    types = dict.fromkeys((*strides, "num_pages", "stride_rotation"), "i32")
+    rows = ("key_ptr", "value_ptr", "key_codes_ptr", "value_codes_ptr", "key_multiplier_ptr")
+    types |= dict.fromkeys((*rows, "value_multiplier_ptr"), "*i32")
+    names = _bulk_kernel.arg_names
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in strides]
+    source = ASTSource(
+        _bulk_kernel,
+        {name: "constexpr" if name in constants else types.get(name, "*i16") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata.shared
 
 
@@ -279,8 +326,17 @@ class TestOnGpu:
         fields = rotation(heads, head_dim)
         assert_close(attention_errors("prefill_triton", fields, lengths, group, tokens=100, device="gpu"))
 
-    def test_append_token(self) -> None:
-        assert append_differences(rotation(2, 128), (1, 63, 383, 447, 500), 200, "gpu") == []
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_append_token(self, captured: bool, head_dim: int) -> None:
+        """Step by step, and as one CUDA graph replayed."""
+        fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
+        assert append_differences(fields, lengths, 130, "gpu", captured) == []
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
+    def test_page_pair(self, head_dim: int) -> None:
+        for bits in (False, True):
+            assert pair_differences(rotation(2, head_dim), 50, "gpu", bits) == []
 
     def test_append_beyond_the_table(self) -> None:
         assert overflow_differences(rotation(2, 128), "gpu") == []

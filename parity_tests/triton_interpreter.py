@@ -151,9 +151,16 @@ def attention_errors(
 
 
 def append_differences(
-    rotation: Mapping[str, np.ndarray], lengths: tuple[int, ...], steps: int, device: str = "cpu"
+    rotation: Mapping[str, np.ndarray],
+    lengths: tuple[int, ...],
+    steps: int,
+    device: str = "cpu",
+    captured: bool = False,
 ) -> list[str]:
-    """Cache arrays that differ after `steps` tokens by `append_token` and by the reference append."""
+    """Cache arrays that differ after `steps` tokens by `append_token` and by the reference append.
+
+    Every step reads its rows and counts from the same arrays: `captured` replays one CUDA graph.
+    """
     import torch
 
     from oscar_torch.cache import append_rows
@@ -162,15 +169,68 @@ def append_differences(
     fused, reference = (make_case(rotation, lengths, max(lengths) + steps, 1, device)[0] for _ in range(2))
     rng = np.random.default_rng(1)
     place, shape = fused.cache.lengths.device, (len(lengths), 1, *fused.cache.window_key.shape[1::2])
-    for step in range(steps):
-        key, value = (torch.from_numpy(rng.normal(0, 1, shape)).bfloat16().to(place) for _ in range(2))
-        counts = torch.ones(len(lengths), dtype=torch.int32, device=place)
-        counts[-1] = step % 2
+    key, value = (torch.empty(shape, dtype=torch.bfloat16, device=place) for _ in range(2))
+    counts = torch.ones(len(lengths), dtype=torch.int32, device=place)
+
+    def append() -> None:
         append_token(fused.cache, fused.rotation, key, value, counts)
+
+    run = append
+    for step in range(steps):
+        key.copy_(torch.from_numpy(rng.normal(0, 1, shape)))
+        value.copy_(torch.from_numpy(rng.normal(0, 1, shape)))
+        counts[-1] = step % 2
+        if captured and step == 1:  # the first call compiled
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                append()
+            run = graph.replay
+        run()
         append_rows(reference.cache, reference.rotation, key, value, counts, implementation="eager")
     names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean", "window_key")
     names += ("window_value", "lengths", "history_pages")
     return [name for name in names if not np.array_equal(fused.field(name), reference.field(name))]
+
+
+def pair_differences(
+    rotation: Mapping[str, np.ndarray], pages: int, device: str = "cpu", bits: bool = False
+) -> list[str]:
+    """INT2 arrays that differ between keys and values in one launch, each alone, and the reference.
+
+    Keys lie as in a window, values behind an odd offset; with `bits` rows are any bits, NaN included.
+    """
+    import torch
+
+    from oscar_torch import quantize
+    from oscar_torch.triton_kernels import quantize_triton
+
+    layer_rotation = make_case(rotation, (1,), 1, 1, device)[1]
+    heads, head_dim = rotation["key_transform"].shape[:2]
+    rng = np.random.default_rng(2)
+    count = pages * 64 * heads * head_dim
+    raw = torch.from_numpy(rng.integers(-(2**15), 2**15, 2 * count + 1).astype(np.int16))
+    rows = raw.view(torch.bfloat16) if bits else torch.from_numpy(rng.normal(0, 3, 2 * count + 1)).bfloat16()
+    rows = rows.to(layer_rotation.key_transform.device)
+    key = rows[:count].view(pages, heads, 64, head_dim).transpose(1, 2)
+    value = rows[count + 1 :].view(pages, 64, heads, head_dim)
+    want = quantize.quantize_page_pair(key, value, layer_rotation)
+    pair = quantize_triton.quantize_page_pair(key, value, layer_rotation)
+    key_codes, key_scale, key_page_mean = quantize_triton.quantize_key_pages(
+        key, layer_rotation.key_transform, layer_rotation.key_multiplier
+    )
+    value_codes, value_scale = quantize_triton.quantize_value_pages(
+        value, layer_rotation.value_transform, layer_rotation.value_multiplier, layer_rotation.value_mean
+    )
+    alone = {
+        **{"key_codes": key_codes, "key_scale": key_scale, "key_page_mean": key_page_mean},
+        **{"value_codes": value_codes, "value_scale": value_scale},
+    }
+    return [
+        f"{name}, {way}"
+        for way, got in (("pair", pair), ("alone", alone))
+        for name, array in want.items()
+        if not torch.equal(got[name].view(torch.int16), array.view(torch.int16))
+    ]
 
 
 def overflow_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
