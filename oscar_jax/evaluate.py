@@ -373,18 +373,23 @@ def markdown_report(document: Mapping[str, Any]) -> str:
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The main table as Markdown lines."""
     lines = [
-        "| method | bits | perplexity | KL mean | median | p99 | 2nd half | top-1 | cache, INT2 layers |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | bits | perplexity | KL mean | median | p99 | 1st half | 2nd half | top-1 "
+        "| cache, INT2 layers |",
+        "|---" * 10 + "|",
     ]
     for row in rows:
         size = row["cache_bytes"]
         lines.append(
             f"| {row['method']} | {row['bits_per_element']:.4g} | {row['perplexity']:.4g} "
             f"| {row['kl_mean']:.4g} | {row['kl_median']:.4g} | {row['kl_p99']:.4g} "
-            f"| {row['kl_mean_second_half']:.4g} "
+            f"| {_figure(row['kl_mean_first_half'])} | {_figure(row['kl_mean_second_half'])} "
             f"| {100 * row['top1']:.1f} % | {size['quantized_layers'] / 1e6:.2f} MB |"
         )
     return lines
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def short_list(values: Sequence[int]) -> str:
