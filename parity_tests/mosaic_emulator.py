@@ -145,7 +145,8 @@ class Float:
         return Float(np.abs(self.value))
 
     def exp2(self):
-        return Float(np.exp2(self.value))
+        with np.errstate(over="ignore"):
+            return Float(np.exp2(self.value))
 
     def log2(self):
         return Float(np.log2(self.value))
@@ -303,7 +304,7 @@ class Machine:
     def pointer(self, array: np.ndarray) -> Pointer:
         return Pointer(array.reshape(-1).view(np.uint8), np.zeros(1, np.int64))
 
-    def load_global(self, pointer, count=1, offset=0):
+    def load_global(self, pointer, count=1, offset=0, early=False):
         return self._load(pointer.memory, pointer.offset + offset, count)
 
     def load_changing(self, pointer):

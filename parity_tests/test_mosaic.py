@@ -135,7 +135,7 @@ def emulated() -> Iterator[None]:
         names = decode_mosaic_gpu._inputs(shape)
         counts = (shape.batch, shape.heads, shape.group, shape.partials)
         outputs = {"out": (*counts, shape.head_dim), "lse": counts}
-        grid = (shape.partials, shape.heads * shape.tiles, shape.batch)
+        grid = (shape.splits, shape.heads * shape.tiles, shape.batch)
         body = decode_mosaic_gpu.decode_body
         return lambda *operands: run(body, shape, grid, shape.warps, dict(zip(names, operands)), outputs)
 
@@ -180,7 +180,7 @@ def emulated() -> Iterator[None]:
 # --- index arithmetic and unpack rules --------------------------------------------------------------
 
 
-def test_unpacked_bytes_and_halves_are_the_codes_in_the_documented_order() -> None:
+def test_unpacked_bytes_are_the_codes_in_the_documented_order() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 4, (PAGE, 128), dtype=np.uint8)
     key_words = np.asarray(packing.pack_key_codes(jnp.asarray(codes))).view(np.uint32)  # [64, 8]
@@ -193,32 +193,12 @@ def test_unpacked_bytes_and_halves_are_the_codes_in_the_documented_order() -> No
         seen.add(channel)
     assert seen == set(range(128))
     seen = set()
-    for c, register, half in np.ndindex(4, 8, 2):
-        token = frag.half_token(c, register, half)
-        bits = frag.unpack_halves(value_words[:, c])[register] >> (16 * half) & 0xFFFF
-        got = bits.astype(np.uint16).view(np.float16).astype(np.float64) / frag.HALF_UNIT
-        assert (got == codes[token] * 4.0 ** frag.HALF_EXPONENTS[register]).all()
+    for c, register, byte in np.ndindex(4, 4, 4):
+        token = frag.byte_token(c, register, byte)
+        got = frag.unpack_bytes(value_words[:, c])[register] >> (8 * byte) & 0xFF
+        assert (got == codes[token] * frag.BYTE_WEIGHTS[register]).all()
         seen.add(token)
     assert seen == set(range(PAGE))
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_key_loads_cover_a_page_without_bank_conflicts(head_dim: int) -> None:
-    parts = head_dim // 64
-    g, c = np.divmod(np.arange(32), 4)
-    seen: list[int] = []
-    for n in range(8):
-        token = frag.key_token(parts, g, n)
-        address = token * 16 * parts + c * 4 * parts
-        for together in (address // 4).reshape(parts, -1):  # the lanes that one cycle serves
-            banks = (together[:, None] + np.arange(parts)) % 32
-            assert len(set(banks.ravel())) == 32
-        rows = [frag.key_token(parts, g, k) for k in range(8)]
-        for distance in frag.key_turns(parts):
-            rows = [np.where(g & distance, rows[k ^ distance], rows[k]) for k in range(8)]
-        assert (rows[n] == frag.score_token(g, n)).all()
-        seen += token[::4].tolist()
-    assert sorted(seen) == list(range(PAGE))
 
 
 def test_rotated_channels_fill_key_words_in_order() -> None:
@@ -339,13 +319,60 @@ def _first(cache: LayerCache, batch: int) -> LayerCache:
     return dataclasses.replace(cache, **{n: getattr(cache, n)[:batch] for n in names})
 
 
-@pytest.mark.parametrize("window_pages", [3, 100])
-def test_decode_body_reads_every_page_once_however_the_splits_are_weighted(window_pages: int) -> None:
-    query, cache, rotation, options = decode_case(1, 2, 64)
+@pytest.mark.parametrize(("splits", "window_pages"), [(1, 0), (1, 2), (3, 1), (3, 100)])
+def test_workers_share_all_pages_and_windows(splits: int, window_pages: int) -> None:
+    cache, query = cache_shapes(1, 2, 64, 2, 40), jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
+    plan = DecodePlan(splits, 4, 3, window_pages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
+        shape = decode_mosaic_gpu.decode_shape(query, cache, scale=1.0, transforms=1, windows=True)
+    for pages in (0, 1, 7, 40):
+        count, workers = emulator.Int(pages), emulator.Int(np.arange(shape.workers + 1))
+        first = decode_mosaic_gpu._first_page(shape, count, workers).signed
+        assert first[0] == 0 and first[-1] == pages and (np.diff(first) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "plan"), [(64, DecodePlan(3, 8, 3, 1, mean_pages=8)), (128, DecodePlan(2, 12, 3, 100))]
+)
+def test_decode_body_reads_every_page_once_whatever_the_plan(head_dim: int, plan: DecodePlan) -> None:
+    query, cache, rotation, options = decode_case(1, 2, head_dim)
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: DecodePlan(3, 4, 3, window_pages))
+        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
         got = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
     assert_close(got, attention.decode_attention(query, cache, rotation, **options))
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "partials"), [(1, 64, 7), (3, 128, 70), (8, 128, 24), (12, 64, 8), (7, 256, 9)]
+)
+def test_merge_body_weighs_partials_by_their_log_sum_exp(group: int, head_dim: int, partials: int) -> None:
+    rng = np.random.default_rng([group, head_dim])
+    rotation = random_rotation(2, head_dim, rng)
+    out = rng.normal(0, 1, (1, 2, group, partials, head_dim)).astype(np.float32)
+    lse = rng.normal(0, 8, (1, 2, group, partials)).astype(np.float32)
+    lse[0, 0, 0], lse[..., 1] = -np.inf, -np.inf  # nothing stored at all; one empty window page
+    sinks = rng.normal(0, 4, 2 * group).astype(np.float32)
+    with emulated():
+        got = merge_mosaic_gpu.merge_partials(
+            jnp.asarray(out), jnp.asarray(lse), rotation, windows=6, sink_logits=jnp.asarray(sinks)
+        )
+    weight = np.exp2(lse.astype(np.float64))
+    weight /= weight.sum(-1, keepdims=True) + np.exp(sinks.astype(np.float64)).reshape(1, 2, group, 1)
+    window, history = ((weight[..., part, None] * out[..., part, :]).sum(-2) for part in np.s_[:6, 6:])
+    want = window + np.einsum("bkgd,kde->bkge", history, np.asarray(rotation.output_transform, np.float64))
+    mean = np.asarray(rotation.value_mean, np.float64)[:, None]
+    np.testing.assert_allclose(got, want + weight[..., 6:].sum(-1)[..., None] * mean, atol=2e-6)
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(3, jnp.bfloat16), (12, jnp.float32)])
+def test_rotate_body_equals_the_product(group: int, dtype: Any) -> None:
+    rng = np.random.default_rng(group)
+    rotation = random_rotation(2, 256, rng)
+    query = jnp.asarray(rng.normal(0, 1, (1, 2, group, 256)), dtype)
+    with emulated():
+        got = merge_mosaic_gpu.rotate_few_queries(query, rotation)
+    np.testing.assert_allclose(got, decode_mosaic_gpu.rotate_queries(query, rotation), atol=2e-5)
 
 
 def test_prefill_body_equals_reference() -> None:
@@ -429,6 +456,19 @@ def test_decode_lowers_for_cuda(head_dim: int, group: int, dtype: str) -> None:
     cache = cache_shapes(2, group, head_dim, 3, 40)
     query = jax.ShapeDtypeStruct((3, 2 * group, head_dim), jnp.dtype(dtype))
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
+    decode = decode_mosaic_gpu.decode_attention
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_decode_of_long_sequences_lowers_for_cuda(group: int) -> None:
+    cache = cache_shapes(2, group, 128, 64, 500)
+    query = jax.ShapeDtypeStruct((64, 2 * group, 128), jnp.bfloat16)
+    shape = decode_mosaic_gpu.decode_shape(
+        query.update(shape=(64, 2, group, 128)), cache, scale=0.1, transforms=2, windows=True
+    )
+    assert shape.warps == 12  # the other plan of head_dim 128
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, 128)))
     decode = decode_mosaic_gpu.decode_attention
     lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
 

@@ -2,19 +2,24 @@
 
 Every warp is its own flash decoder: it walks whole pages of 64 tokens through a private ring of
 shared-memory stages (bulk copies that report to one barrier per stage), keeps an online softmax in registers,
-and never meets a block barrier inside the loop. The four warps of a block merge once, at the end; blocks
-write partial outputs and their log-sum-exp, and XLA merges them together with the inverse value rotation. One
-block per sequence and head reads the BF16 window pages (sink and recent) in the same launch.
+and never meets a block barrier inside the loop. The warps of a block merge once, at the end; blocks write
+partial outputs and their log-sum-exp, and a second launch (`merge_mosaic_gpu.py`) makes outputs of them. The
+BF16 window pages (sink and recent) are dealt out to the warps as well, which then get fewer INT2 pages: each
+is a partial result of its own. While the first pages are on their way, the block rotates its query.
 
-The two products of a page run on warp-level matrix instructions with the codes as left operand; see
-`fragments.py` for the mapping. Scores: the rotated query becomes a 15-bit fixed-point vector, split into two
-signed bytes, so that `u8 x s8 -> s32` sums are exact and the grid's offset of 1.5 is an integer that starts
-the sum. With at most 4 query heads per key/value head the two bytes fill the 8 columns of one product (column
-2h + limb); with more heads they are two products. Larger groups are split into tiles of 8 heads.
+The two products of a page run on warp-level 8-bit matrix instructions with the codes as left operand; see
+`fragments.py` for the mapping. Scores: the rotated query becomes a fixed-point vector of 15 bits, split into
+two signed bytes, so that `u8 x s8 -> s32` sums are exact and the grid's offset of 1.5 is an integer that
+starts the sum. Values: P times the row's scale becomes a fixed-point fraction of the page's largest, of 15
+bits in two unsigned bytes, and a page's exact sums are added to the float32 outputs. With at most 4 query
+heads per key/value head the two bytes fill the 8 columns of one product (column 2h + limb); with more heads
+they are two products. Larger groups are split into tiles of 8 heads. q . (mean key of a page) is one bf16
+product for a batch of pages, one page per row.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -34,20 +39,15 @@ WARP_LANES = 32
 ROTATED_IN_BLOCK = 128  # largest head_dim whose query_transform every block reads; else in a launch before
 
 _LOG2E = math.log2(math.e)
-_FIXED_MAX = 32000.0  # largest fixed-point query entry of all; its high byte stays inside -128..127
-# A score is an integer of the size of 1.5 D times a query entry. Below 2**22, and started at _MIDDLE_BITS, its
-# register is the float _MIDDLE + score.
-_MIDDLE, _MIDDLE_BITS = 1.5 * 2.0**23, 0x4B400000
+_FIXED_MAX = 32000.0  # largest fixed-point query entry; its high byte stays inside -128..127
 _EMPTY = -1e30  # running maximum before the first page
 _TINY = 1e-30
 # The maximum is only moved when P, summed over a lane's tokens of a page, exceeds this: after the first page
 # hardly ever. P in fixed point is a fraction of the page's own largest.
 _SLACK = 2.0**24
-# Largest fixed-point P * scale: a page's sum of 64 of them times code 3 then stays below 2**23, so that with
-# _WHOLE_BITS added the integer sum is the float 2**23 + sum.
-_FRACTION_MAX = 40000.0
-_WHOLE, _WHOLE_BITS = 2.0**23, 0x4B000000
-_ROTATE_STEP = 32  # entries of its matrix column that a thread loads at once
+_FRACTION_MAX = 65000.0  # largest fixed-point P * scale; a page's sum of 64 with code 3 is below 2**24
+_WHOLE = 2.0**23  # added to a float, leaves its nearest integer in the low bits
+_ROTATE_STEP = 64  # entries of its matrix column that a thread loads at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DecodeShape:
     transforms: int  # leading axis of query_transform (1: shared, or K); 0: the queries come rotated
     sink_pages: int = 0
     window_slots: int = 0  # 0: only INT2 pages
-    window_pages: int = 0  # INT2 pages that a block reads while another one reads a window, if that delays it
+    window_pages: int = 0  # INT2 pages that a warp is spared for every window page that it reads
 
     @property
     def paired(self) -> bool:
@@ -91,8 +91,13 @@ class DecodeShape:
 
     @property
     def partials(self) -> int:
-        """Partial results per query row; partial 0 is the BF16 window where there is one."""
-        return self.splits + (self.window_slots > 0)
+        """Partial results per query row: one per BF16 window page, then one per split."""
+        return self.window_slots + self.splits
+
+    @property
+    def workers(self) -> int:
+        """Warps that share a sequence and head."""
+        return self.splits * self.warps
 
     @property
     def tile_rows(self) -> int:
@@ -103,11 +108,6 @@ class DecodeShape:
     def stage_bytes(self) -> int:
         """One staged page: key codes | value codes | key scale | value scale."""
         return fmt.int2_page_bytes(self.head_dim) - 2 * self.head_dim
-
-    @property
-    def fixed_max(self) -> float:
-        """Largest fixed-point entry of a rotated query."""
-        return min(_FIXED_MAX, 2.0**22 / (1.5 * self.head_dim) - 8)
 
     # ---- shared memory: stages | mean keys | rows of the query | barriers; at the end the merge of the warps
     @property
@@ -124,9 +124,17 @@ class DecodeShape:
         return 4 * (self.head_dim + 16)
 
     @property
+    def rotation_depth(self) -> int:
+        """Entries of a column of query_transform that one thread multiplies."""
+        groups = self.warps * WARP_LANES // self.head_dim
+        return self.head_dim >> (max(1, groups).bit_length() - 1)
+
+    @property
     def barrier_offset(self) -> int:
         """Where the barriers lie, 8 bytes per warp and stage."""
-        queries = self.tile_rows * (4 * self.head_dim + self.rotated_stride) if self.transforms else 0
+        groups = self.head_dim // self.rotation_depth
+        queries = self.tile_rows * (4 * self.head_dim + groups * self.rotated_stride)
+        queries = queries if self.transforms else 0
         merge = 2 * self.warps * 8 * 4 + self.warps * self.columns * self.head_dim * 4
         return max(self.query_offset + queries, merge)
 
@@ -147,23 +155,21 @@ def check_decode_shape(head_dim: int, group: int) -> None:
 
 
 def decode_body(m: Any, shape: DecodeShape, block: tuple, refs: dict) -> None:
-    """The kernel for one block. `m` is a register machine, `block` = (partial, tile and head, sequence)."""
-    partial, head_tile, sequence = block
+    """The kernel for one block. `m` is a register machine, `block` = (split, tile and head, sequence)."""
+    split, head_tile, sequence = block
     head, tile = head_tile.udiv(shape.tiles), head_tile.umod(shape.tiles)
-    where = _Place(m, shape, refs, sequence, head, tile, partial)
-    if shape.window_slots:
-        m.when(partial.eq(0), lambda: _window(where))
-        m.when(partial.ne(0), lambda: _history(where, partial - 1))
-    else:
-        _history(where, partial)
+    _history(_Place(m, shape, refs, sequence, head, tile, split))
 
 
 class _Place:
-    """Where a thread stands: its block's sequence, head and tile, and its lane's row g and column c."""
+    """Where a thread stands: sequence, head and tile of its block, its warp, its lane's row and column."""
 
-    def __init__(self, m, shape, refs, sequence, head, tile, partial):
+    def __init__(self, m, shape, refs, sequence, head, tile, split):
         self.m, self.shape, self.refs = m, shape, refs
-        self.sequence, self.head, self.tile, self.partial = sequence, head, tile, partial
+        self.sequence, self.head, self.tile = sequence, head, tile
+        self.partial = split + shape.window_slots
+        self.worker = m.warp * shape.splits + split  # among all warps of this sequence, head and tile
+        self.length, self.history_pages = (self.scalar(n, sequence) for n in ("lengths", "history_pages"))
         self.g, self.c = m.lane >> 2, m.lane & 3
         self.sequence_head = sequence * shape.heads + head
         self.low_limb = (self.g & 1).ne(0)  # in paired columns
@@ -229,81 +235,110 @@ def _lane_scores(at: _Place, acc: list, row: int) -> list:
     return [pair[0] if at.shape.query_bfloat16 else pair[0] + pair[1]]
 
 
-def _rotate_query(at: _Place) -> Any:
-    """q' = q @ query_transform for the query rows of this tile, in float32; returns where q' lies.
-
-    All threads copy the rows to shared memory; then thread n computes channel n.
-    """
+def _start_rotation(at: _Place) -> tuple[list, list]:
+    """Starts loading what `_rotate_query` multiplies: this thread's parts of the query and the transform."""
     m, shape, refs = at.m, at.shape, at.refs
-    head_dim, rows, threads = shape.head_dim, shape.tile_rows, shape.warps * WARP_LANES
-    source = m.shared_base + shape.query_offset  # float32 [rows, D]
-    target = source + 4 * rows * head_dim
+    head_dim, threads = shape.head_dim, shape.warps * WARP_LANES
     size = 2 if shape.query_bfloat16 else 4
     query = m.pointer(refs["query"]).at(at.sequence_head * shape.group, head_dim * size)
-    for n in range(-(-rows * head_dim // (4 * threads))):
+    rows = []
+    for n in range(-(-shape.tile_rows * head_dim // (4 * threads))):
         four = m.thread + n * threads  # channels 4 * four .. 4 * four + 3 of all rows
         row, chunk = four.udiv(head_dim // 4), four.umod(head_dim // 4)
         row_in_group = (at.tile * shape.columns + row).min(shape.group - 1)
-        words = m.load_global(query.at(row_in_group, head_dim * size).at(chunk, 4 * size), size)
+        rows.append(m.load_global(query.at(row_in_group, head_dim * size).at(chunk, 4 * size), size))
+    return rows, _matrix_column(at, 0)
+
+
+def _matrix_column(at: _Place, first: int) -> list:
+    """Entries of the column of query_transform that this thread multiplies, from its entry `first` on."""
+    m, shape = at.m, at.shape
+    head_dim, depth = shape.head_dim, shape.rotation_depth
+    if first == depth:
+        return []
+    head = at.head if shape.transforms > 1 else 0
+    group = m.thread.udiv(head_dim).min(head_dim // depth - 1)
+    column = m.pointer(at.refs["query_transform"]).at(head, 4 * head_dim * head_dim)
+    column = column.at(group, 4 * head_dim * depth).at(m.thread.umod(head_dim), 4)
+    count = min(depth, _ROTATE_STEP)
+    return [m.load_global(column, 1, 4 * head_dim * (first + d), early=True)[0] for d in range(count)]
+
+
+def _rotate_query(at: _Place, started: tuple[list, list]) -> Any:
+    """q' = q @ query_transform for the query rows of this tile, in float32; returns where q' lies.
+
+    All threads copy the rows to shared memory; then every thread has one column of the transform, or, where
+    there are threads enough, `rotation_depth` entries of it, and q' is left as so many sums.
+    """
+    m, shape = at.m, at.shape
+    head_dim, rows, depth = shape.head_dim, shape.tile_rows, shape.rotation_depth
+    threads, groups = shape.warps * WARP_LANES, shape.head_dim // shape.rotation_depth
+    source = m.shared_base + shape.query_offset  # float32 [rows, D]
+    target = source + 4 * rows * head_dim  # float32 [group][row][rotated_place(channel)]
+    query_words, column = started
+    for n, words in enumerate(query_words):
+        four = m.thread + n * threads
         if shape.query_bfloat16:
             words = [x for w in words for x in (w << 16, w & 0xFFFF0000)]
-        m.when(row.lt(rows), lambda four=four, words=words: m.store_shared(source + four * 16, words))
+        inside = four.lt(rows * head_dim // 4)
+        m.when(inside, lambda four=four, words=words: m.store_shared(source + four * 16, words))
     m.sync_block()
 
     def multiply():
-        head = at.head if shape.transforms > 1 else 0
-        column = m.pointer(refs["query_transform"]).at(head, 4 * head_dim * head_dim).at(m.thread, 4)
-
-        def load(first):
-            words = [m.load_global(column, 1, 4 * head_dim * (first + d))[0] for d in range(_ROTATE_STEP)]
-            return [w.as_float() for w in words]
-
-        sums, entries = [m.Float(0.0)] * rows, load(0)
-        for first in range(0, head_dim, _ROTATE_STEP):
-            now, last = entries, first + _ROTATE_STEP == head_dim
-            entries = [] if last else load(first + _ROTATE_STEP)
-            for d in range(0, _ROTATE_STEP, 4):
+        group, channel = m.thread.udiv(head_dim), m.thread.umod(head_dim)
+        sums, entries = [m.Float(0.0)] * rows, column
+        left = source + group * (4 * depth)
+        for first in range(0, depth, _ROTATE_STEP):
+            now = [w.as_float() for w in entries]
+            entries = _matrix_column(at, first + len(now))
+            for d in range(0, len(now), 4):
                 for r in range(rows):
-                    four = m.load_shared(source, 4, 4 * (r * head_dim + first + d))
+                    four = m.load_shared(left, 4, 4 * (r * head_dim + first + d))
                     for x, entry in zip(four, now[d : d + 4]):
                         sums[r] = x.as_float().fma(entry, sums[r])
+        place = target + group * (rows * shape.rotated_stride) + _rotated_place(shape, channel)
         for r in range(rows):
-            m.store_shared(target + _rotated_place(shape, r, m.thread), [sums[r].as_int()])
+            m.store_shared(place, [sums[r].as_int()], r * shape.rotated_stride)
 
-    m.when(m.thread.lt(head_dim), multiply)
+    m.when(m.thread.lt(groups * head_dim), multiply)
     m.sync_block()
     return target
 
 
-def _rotated_place(shape: DecodeShape, row: Any, channel: Any) -> Any:
+def _rotated_place(shape: DecodeShape, channel: Any) -> Any:
     """Byte offset of a rotated query's channel: the lanes that read together find it in different banks."""
     block = 16 * (shape.head_dim // 64)  # channels of one lane column
-    return row * shape.rotated_stride + channel.udiv(block) * (4 * block + 16) + channel.umod(block) * 4
+    return channel.udiv(block) * (4 * block + 16) + channel.umod(block) * 4
 
 
 def _rotated_query(at: _Place, rotated: Any | None) -> tuple[list[list], list, list]:
     """The rotated query as fixed-point right operands, the start of the integer sums, and their unit.
 
-    It lies at `rotated` in shared memory, or in the array query_rotated. Returns operands (one list when paired, else high and low), per lane head the int32 _MIDDLE_BITS - 1.5 * sum(q'),
-    and the float32 largest |q'|, of which an integer step is 1 / fixed_max.
+    It lies at `rotated` in shared memory, or in the array query_rotated. Returns operands (one list when
+    paired, else high and low), per lane head the float32 -1.5 * sum(q') in integer steps, and the float32
+    largest |q'|, of which a step is 1 / _FIXED_MAX.
     """
     m, shape = at.m, at.shape
     parts = shape.head_dim // 64
-    if rotated is None:
-        source = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4).at(at.c, 64 * parts)
-        load = m.load_global
-    else:
-        source = rotated + _rotated_place(shape, at.row_in_tile, at.c * (16 * parts))
-        load = m.load_shared
     entries = []  # [j][p]: channel 16 (parts c + j) + p
     for j in range(parts):
-        words = [load(source, 4, 64 * j + 16 * i) for i in range(4)]
-        entries.append([w.as_float() for four in words for w in four])
+        if rotated is None:
+            source = m.pointer(at.refs["query_rotated"]).at(at.query_row, shape.head_dim * 4)
+            sums = [[m.load_global(source.at(at.c, 64 * parts), 4, 64 * j + 16 * i) for i in range(4)]]
+        else:
+            source = rotated + at.row_in_tile * shape.rotated_stride + at.c * (64 * parts + 16)
+            offsets = [
+                n * shape.tile_rows * shape.rotated_stride
+                for n in range(shape.head_dim // shape.rotation_depth)
+            ]
+            sums = [[m.load_shared(source, 4, n + 64 * j + 16 * i) for i in range(4)] for n in offsets]
+        sums = [[w.as_float() for four in words for w in four] for words in sums]
+        entries.append([functools.reduce(lambda a, b: a + b, x) for x in zip(*sums)])
     top = functools.reduce(lambda a, b: a.max(b), [x.abs() for row in entries for x in row])
     for distance in (1, 2):
         top = top.max(m.shuffle_xor(top, distance))
     top = top.max(_TINY)
-    steps = top.reciprocal() * shape.fixed_max
+    steps = top.reciprocal() * _FIXED_MAX
     total = m.Int(0)
     operands: list[list] = [[], []]
     for j in range(parts):
@@ -321,8 +356,8 @@ def _rotated_query(at: _Place, rotated: Any | None) -> tuple[list[list], list, l
                 operands[1].append(_pack_bytes(m, low))
     for distance in (1, 2):
         total = total + m.shuffle_xor(total, distance)
-    offset = [_MIDDLE_BITS - (x * 3).sar(1) for x in at.per_head(total)]
-    return operands[: shape.lane_heads], offset, at.per_head(top)
+    start = [x.to_float() * -1.5 for x in at.per_head(total)]
+    return operands[: shape.lane_heads], start, at.per_head(top)
 
 
 def _pack_bytes(m: Any, four: list) -> Any:
@@ -332,27 +367,29 @@ def _pack_bytes(m: Any, four: list) -> Any:
     )
 
 
-def _history(at: _Place, split: Any) -> None:
-    """Attention of this block's share of the INT2 pages."""
+def _history(at: _Place) -> None:
+    """Attention of this block's share of the INT2 pages, and of the BF16 window pages that its warps take."""
     m, shape, refs = at.m, at.shape, at.refs
     head_dim, parts, stages, stage = shape.head_dim, shape.head_dim // 64, shape.stages, shape.stage_bytes
     heads = range(shape.lane_heads)
     value_offset, scale_offset = 16 * head_dim, 32 * head_dim  # bytes inside a stage
 
     # ---- this warp's pages. A sequence may be cut inside its last page: tokens past its end do not count.
-    stored = (at.scalar("lengths", at.sequence) - shape.sink_pages * PAGE).max(0)
-    pages = at.scalar("history_pages", at.sequence).min((stored + (PAGE - 1)) >> 6)
-    # The last splits may start only when the window blocks are done: they get the fewer pages for it.
-    load = pages + shape.window_pages
-    begin = (split * load).udiv(shape.splits).min(pages)
-    own = ((split + 1) * load).udiv(shape.splits).min(pages) - begin
-    first = begin + (m.warp * own).udiv(shape.warps)
-    end = begin + ((m.warp + 1) * own).udiv(shape.warps)
+    stored = (at.length - shape.sink_pages * PAGE).max(0)
+    pages = at.history_pages.min((stored + (PAGE - 1)) >> 6)
+    first, end = (_first_page(shape, pages, at.worker + n) for n in (0, 1))
+    table = m.pointer(refs["page_table"]).at(at.sequence * shape.table_pages, 4)
+
+    def physical_pages(index):  # lane n: the page of index + n; means nothing past the end
+        return m.load_global(table.at((index + m.lane).min(shape.table_pages - 1), 4))[0]
+
+    batch = shape.mean_pages
+    first_pages = physical_pages(first)
+    started = _start_rotation(at) if shape.transforms else None
 
     # ---- copies: one lane asks for the four arrays of a page, and a barrier counts their bytes
     ring = m.shared_base + m.warp * (stages * stage)
     barriers = m.shared_base + shape.barrier_offset + m.warp * (8 * stages)
-    table = m.pointer(refs["page_table"]).at(at.sequence * shape.table_pages, 4)
     pieces, offset = [], 0  # (this head of page 0, bytes of a head, offset in a stage)
     for name, size in (
         ("key_codes", 16 * head_dim),
@@ -371,55 +408,47 @@ def _history(at: _Place, split: Any) -> None:
     m.when(m.one_lane(), start_barriers)
     m.sync_warp()
 
-    def physical_page(index):  # means nothing past the end; then nothing is fetched
-        return m.load_global(table.at(index.min(shape.table_pages - 1), 4))[0]
-
-    def fetch(slot, page):
-        barrier, target = barriers + slot * 8, ring + slot * stage
-        m.order_copies()
+    # A stage is asked for again when the warp has met after using what it read there: no load is under way.
+    def fetch(target, barrier, page):
         m.expect_bytes(barrier, stage)
         for source, size, offset in pieces:
             m.copy_bulk(target, source.at(page, shape.heads * size), size, barrier, offset)
 
-    def fetch_if_mine(index, slot, page):
-        m.when(index.lt(end), lambda: m.when(m.one_lane(), lambda: fetch(slot, page)))
+    def fetch_where(condition, target, barrier, page):
+        m.when(condition, lambda: m.when(m.one_lane(), lambda: fetch(target, barrier, page)))
 
-    # Of the ring's stages one holds the page whose values are still to be summed, one the page whose scores
-    # are computed; the others are on their way.
-    ahead = stages - 2
-    table_ahead = [physical_page(first + n) for n in range(ahead + 1)]
-    for n in range(ahead):
-        fetch_if_mine(first + n, m.Int(n), table_ahead[n])
+    for n in range(stages):
+        page = m.shuffle(first_pages, m.Int(n))
+        fetch_where((first + n).lt(end), ring + n * stage, barriers + 8 * n, page)
 
     # ---- mean keys: of a batch of pages at once, one page per row of a product
-    batch, chunks = shape.mean_pages, head_dim // 8  # 16-byte pieces of a mean
+    chunks = head_dim // 8  # 16-byte pieces of a mean
     means = m.shared_base + shape.mean_offset + m.warp * (2 * head_dim * batch)
     mean_source = m.pointer(refs["key_page_mean"]).at(at.head, 2 * head_dim)
 
-    def batch_pages(batch_first):  # lane n holds the physical page of the n-th page of the batch
-        return physical_page(batch_first + (m.lane & (batch - 1)))
-
-    def fetch_means(batch_first, physical):
+    def fetch_means(index, pages_from, lane):  # of the pages from `index` on, the first of them in `lane`
         for n in range(batch * chunks // WARP_LANES):
             flat = m.lane + WARP_LANES * n
             row, chunk = flat.udiv(chunks), flat.umod(chunks)
-            page = m.shuffle(physical, row)
+            page = m.shuffle(pages_from, row + lane)
             source = mean_source.at(page, shape.heads * 2 * head_dim).at(chunk, 16)
             m.when(
-                (batch_first + row).lt(end),
+                (index + row).lt(end),
                 lambda flat=flat, source=source: m.copy_async(means + flat * 16, source),
             )
         m.commit_copies()
 
-    fetch_means(first, batch_pages(first))
-    next_pages = batch_pages(first + batch)
+    fetch_means(first, first_pages, 0)
 
     # ---- right operands
-    key_operands, start, top = _rotated_query(at, _rotate_query(at) if shape.transforms else None)
+    key_operands, start, top = _rotated_query(at, _rotate_query(at, started) if started else None)
     mean_operands = _dense_query(at)
-    bias = (top[0] * 0.0 + _WHOLE).as_int()  # in registers: a literal would be moved there for every product
-    score_unit = [t * (shape.scale * _LOG2E / shape.fixed_max) for t in top]  # of the integer sums, base 2
-    mean_unit = [t.reciprocal() * shape.fixed_max for t in top]  # of q . mean, in units of the integer sums
+    score_unit = [t * (shape.scale * _LOG2E / _FIXED_MAX) for t in top]  # of the integer sums, base 2
+    mean_unit = [t.reciprocal() * _FIXED_MAX for t in top]  # of q . mean, in units of the integer sums
+
+    if shape.window_slots:
+        windows = (m.Int(shape.window_slots + shape.workers - 1) - at.worker).udiv(shape.workers)
+        m.loop(windows, [at.worker], lambda carry: [_window_page(at, carry[0]) + shape.workers])
 
     # ---- loads out of a stage
     def load_keys(slot):  # -> words[r][j]: word parts * c + j of token 8g + r
@@ -450,15 +479,15 @@ def _history(at: _Place, split: Any) -> None:
         return maximum, total, weighted, list(carry[3 * n_heads :])
 
     def next_batch(index, carry):
-        """q . mean of the pages from `index` on, in units of the integer sums, [row half][head]."""
-        physical = carry[-1]
+        """q . mean of the pages from `index` on, [row half][head] in units of the integer sums; the pages."""
+        pages_now = carry[-1]
         m.wait_copies(0)
         m.sync_warp()  # the other lanes' copies are there
         sums = _dense_scores(at, load_means(), mean_operands)
         m.sync_warp()  # every lane has read them
-        fetch_means(index + batch, physical)
+        fetch_means(index + batch, pages_now, batch)
         scores = [x * u for h in range(2) for x, u in zip(_lane_scores(at, sums, h), mean_unit)]
-        return [*scores, batch_pages(index + 2 * batch)]
+        return [*scores, pages_now, physical_pages(index + batch)]
 
     def scores_and_values(slot, value_slot, mean_score, right, factor, acc):
         """Scores of the page in `slot`, and P @ V of the page before it: independent, so that they overlap.
@@ -470,10 +499,7 @@ def _history(at: _Place, split: Any) -> None:
         sums_of_rows = [[] for _ in heads]
         for pair in range(4):  # two row tiles share one product
             left = [[frag.unpack_bytes(w) for w in words[2 * pair + h]] for h in range(2)]
-            if shape.paired:
-                sums = [[m.Int(0), start[0], m.Int(0), start[0]]]
-            else:
-                sums = [[m.Int(0)] * 4, [start[0], start[1]] * 2]
+            sums = [[m.Int(0)] * 4 for _ in key_operands]  # a literal 0 costs nothing
             for j in range(parts):
                 for s in (0, 2):
                     a = [left[0][j][s], left[1][j][s], left[0][j][s + 1], left[1][j][s + 1]]
@@ -486,8 +512,8 @@ def _history(at: _Place, split: Any) -> None:
             acc = add_values(values, right, factor, acc, range(pair * tiles // 4, (pair + 1) * tiles // 4))
         score = []
         for r in range(8):
-            shift = [key_scale[r].fma(-_MIDDLE, x) for x in mean_score]
-            score.append([whole[r].as_float().fma(key_scale[r], y) for whole, y in zip(sums_of_rows, shift)])
+            shift = [key_scale[r].fma(x, y) for x, y in zip(start, mean_score)]
+            score.append([whole[r].to_float().fma(key_scale[r], y) for whole, y in zip(sums_of_rows, shift)])
         return score, acc
 
     def add_values(values, right, factor, acc, some_tiles):
@@ -495,8 +521,7 @@ def _history(at: _Place, split: Any) -> None:
         acc = list(acc)
         for u in some_tiles:
             left = [frag.unpack_bytes(values[2 * u + h]) for h in range(2)]
-            zero = m.Int(0)
-            sums = [[zero, bias] * 2] if shape.paired else [[zero] * 4, [bias] * 4]
+            sums = [[m.Int(0)] * 4 for _ in right]
             for s in (0, 2):
                 a = [left[0][s], left[1][s], left[0][s + 1], left[1][s + 1]]
                 for limb, words in enumerate(right):
@@ -504,30 +529,28 @@ def _history(at: _Place, split: Any) -> None:
             for h in range(2):
                 for e, x in enumerate(_whole(shape, sums, h)):
                     i = (2 * u + h) * n_heads + e
-                    acc[i] = (x.as_float() - _WHOLE).fma(factor[e], acc[i])
+                    acc[i] = x.to_float().fma(factor[e], acc[i])
         return acc
 
-    limbs = len(key_operands)
+    limbs, ahead = len(key_operands), stages - 2
 
     def page_step(carry):
-        index, page, slot, value_slot, write, parity = carry[:6]
-        mean_state, carry = carry[6 : 7 + 2 * n_heads], carry[7 + 2 * n_heads :]
+        index, parity, slot, value_slot, free_slot, barrier, previous_barrier, free_barrier = carry[:8]
+        batch_state, carry = carry[8 : 10 + 2 * n_heads], carry[10 + 2 * n_heads :]
         right = [carry[4 * limb : 4 * limb + 4] for limb in range(limbs)]
         factor, state = carry[4 * limbs : 4 * limbs + n_heads], carry[4 * limbs + n_heads :]
-        m.wait_barrier(barriers + slot * 8, parity)
-        m.sync_warp()  # every lane has read what the stage `write` held
-        fetch_if_mine(index + ahead, write, page)
-        page_after = physical_page(index + (ahead + 1))
+        m.wait_barrier(barrier, parity)
+        m.sync_warp()  # every lane has read what `free_slot` held
         row = (index - first) & (batch - 1)
-        mean_state = m.branch(row.eq(0), mean_state, lambda carry: next_batch(index, carry))
+        batch_state = m.branch(row.eq(0), batch_state, lambda carry: next_batch(index, carry))
+        page = m.shuffle(batch_state[-2], row + ahead)
+        fetch_where((index + ahead).lt(end) & index.ge(first + 2), free_slot, free_barrier, page)
         lower, lane = row.lt(8), (row & 7) * 4 + at.c
-        mean_score = [m.select(lower, mean_state[e], mean_state[n_heads + e]) for e in heads]
+        mean_score = [m.select(lower, batch_state[e], batch_state[n_heads + e]) for e in heads]
         mean_score = [m.shuffle(x, lane) for x in mean_score]
 
         maximum, total, weighted, acc = unpack_state(state)
-        score, acc = scores_and_values(
-            ring + slot * stage, ring + value_slot * stage, mean_score, right, factor, acc
-        )
+        score, acc = scores_and_values(slot, value_slot, mean_score, right, factor, acc)
 
         # Online softmax. The branch is taken by the whole warp, and rarely: a score far above the maximum,
         # or a page that is not full.
@@ -565,7 +588,7 @@ def _history(at: _Place, split: Any) -> None:
         total = [x + y for x, y in zip(total, flat[8 * n_heads :])]
 
         # P * scale as a fraction of the page's largest, in fixed point, is the right operand of P @ V.
-        value_scale = load_scales(ring + slot * stage, 2 * PAGE)
+        value_scale = load_scales(slot, 2 * PAGE)
         p = [[x * scale for x in row] for row, scale in zip(p, value_scale)]
         fixed, factor = [], []
         for e in heads:
@@ -582,28 +605,29 @@ def _history(at: _Place, split: Any) -> None:
             factor.append(top * (1 / _FRACTION_MAX))
         right = _value_operands(m, fixed)
 
-        def advance(x):
-            return m.select(x.eq(stages - 1), m.Int(0), x + 1)
-
-        after = advance(slot)
-        parity = parity ^ after.eq(0).to_int()
+        last = slot.eq(ring + (stages - 1) * stage)
         return [
-            *(index + 1, page_after, after, slot, advance(write), parity, *mean_state),
+            *(index + 1, parity ^ last.to_int()),
+            *(m.select(last, ring, slot + stage), slot, value_slot),
+            *(m.select(last, barriers, barrier + 8), barrier, previous_barrier),
+            *batch_state,
             *(*(x for words in right for x in words), *factor, *maximum, *total, *weighted, *acc),
         ]
 
+    # At first P is zero, whatever codes the last stage seems to hold. Afterwards one stage holds the page
+    # whose values are still to be summed, one the page whose scores are computed; `ahead` are on their way.
     zero = m.Float(0.0)
-    state = [m.Float(_EMPTY)] * n_heads + [zero] * ((2 + 2 * tiles) * n_heads)
-    # Before the first page P is zero, whatever codes the last stage seems to hold.
-    slots = [m.Int(0), m.Int(stages - 1), m.Int(ahead)]
-    mean_state = [*[zero] * (2 * n_heads), next_pages]
-    init = [first, table_ahead[ahead], *slots, m.Int(0), *mean_state]
-    carry = m.loop((end - first).max(0), [*init, *[m.Int(0)] * (4 * limbs), *[zero] * n_heads, *state], page_step)
-    value_slot, carry = carry[3], carry[7 + 2 * n_heads :]
+    init = [first, m.Int(0), *(ring + n * stage for n in (0, stages - 1, ahead))]
+    init += [barriers + 8 * n for n in (0, stages - 1, ahead)]
+    init += [*[zero] * (2 * n_heads), first_pages, first_pages]
+    init += [*[m.Int(0)] * (4 * limbs), *[zero] * n_heads]
+    init += [*[m.Float(_EMPTY)] * n_heads, *[zero] * ((2 + 2 * tiles) * n_heads)]
+    carry = m.loop((end - first).max(0), init, page_step)
+    value_slot, carry = carry[3], carry[10 + 2 * n_heads :]
     right = [carry[4 * limb : 4 * limb + 4] for limb in range(limbs)]
     factor, state = carry[4 * limbs : 4 * limbs + n_heads], carry[4 * limbs + n_heads :]
     maximum, total, weighted, acc = unpack_state(state)
-    acc = add_values(load_values(ring + value_slot * stage), right, factor, acc, range(tiles))
+    acc = add_values(load_values(value_slot), right, factor, acc, range(tiles))
 
     total, weighted = _sum_rows(m, total), _sum_rows(m, weighted)
 
@@ -623,13 +647,22 @@ def _whole(shape: DecodeShape, sums: list[list], half: int) -> list:
 def _value_operands(m: Any, fixed: list[list]) -> list[list]:
     """16-bit P [head][r] of tokens 8g + r as unsigned right operands of P @ V: one list of 4 words, or two.
 
-    Rows r and r + 4 become neighbouring bytes, so that after the transpose a word holds what the four bytes of
-    a value word's register r meet; high bytes go to even columns when paired, else to the first operand.
+    Rows r and r + 4 become neighbouring bytes, so that after the transpose a word holds what the four bytes
+    of a value word's register r meet; high bytes go to even columns when paired, else to the first operand.
     """
-    words = [[m.gather_bytes(p[r], p[r + 4], 0x4051) for r in range(4)] for p in fixed]  # high, high, low, low
+    # bytes: high of r, high of r + 4, low of r, low of r + 4
+    words = [[m.gather_bytes(p[r], p[r + 4], 0x4051) for r in range(4)] for p in fixed]
     if len(words) == 2:
         words = [[m.gather_bytes(*two, pick) for two in zip(*words)] for pick in (0x5410, 0x7632)]
     return [[m.transpose_8x8(w) for w in four] for four in words]
+
+
+def _first_page(shape: DecodeShape, pages: Any, worker: Any) -> Any:
+    """The first INT2 page of a worker; window pages go round among them, and count as several pages."""
+    load = pages + shape.window_slots * shape.window_pages
+    each, rest = divmod(shape.window_slots, shape.workers)
+    windows = worker * each + worker.min(rest)  # of the workers before
+    return ((worker * load).udiv(shape.workers) - windows * shape.window_pages).max(0).min(pages)
 
 
 def _sum_rows(m: Any, xs: list) -> list:
@@ -639,93 +672,89 @@ def _sum_rows(m: Any, xs: list) -> list:
     return xs
 
 
-def _window(at: _Place) -> None:
-    """Attention over the BF16 window pages (sink and recent) of this block's sequence and head."""
+def _window_page(at: _Place, slot: Any) -> Any:
+    """Attention over the BF16 window page in `slot`, stored as a partial result of its own; returns slot."""
     m, shape, refs = at.m, at.shape, at.refs
-    head_dim, n_heads, blocks = shape.head_dim, shape.lane_heads, shape.head_dim // 32
-    heads, tiles = range(shape.lane_heads), shape.head_dim // 16
+    head_dim, blocks = shape.head_dim, shape.head_dim // 32
+    heads = range(shape.lane_heads)
     unit = shape.scale * _LOG2E
-    length, pages = at.scalar("lengths", at.sequence), at.scalar("history_pages", at.sequence)
     ring_slots = shape.window_slots - shape.sink_pages
     operands = _dense_query(at)
     row_bytes = 2 * head_dim
-    page_bytes = shape.heads * PAGE * row_bytes
-    sources = [m.pointer(refs[n]).at(at.head, PAGE * row_bytes) for n in ("window_key", "window_value")]
+    page = at.scalar("window_table", at.sequence * shape.window_slots + slot)
+    # Slot of the ring -> page of the sequence: the ring starts where the INT2 pages end.
+    turn = slot + (ring_slots - shape.sink_pages) + ring_slots - at.history_pages.umod(ring_slots)
+    recent = at.history_pages + turn.umod(ring_slots) + shape.sink_pages
+    token_page = m.select(slot.lt(shape.sink_pages), slot, recent)
+    valid = at.length - token_page * PAGE  # rows of this page that are stored
+    keys, values = (
+        m.pointer(refs[name])
+        .at(at.head, PAGE * row_bytes)
+        .at(page, shape.heads * PAGE * row_bytes)
+        .at(at.c, 16)
+        for name in ("window_key", "window_value")
+    )
 
-    def unpack_state(carry):
-        return list(carry[:n_heads]), list(carry[n_heads : 2 * n_heads]), list(carry[2 * n_heads :])
+    # 8 channels of every 32-channel block of token 8g + r. Rows past the end may hold anything: zeros.
+    def row(base, r):
+        token = frag.score_token(at.g, r)
+        words = [m.load_global(base.at(token, row_bytes), 4, 64 * n) for n in range(blocks)]
+        inside = token.lt(valid)
+        return [[m.select(inside, w, m.Int(0)) for w in four] for four in words]
 
-    def page_step(carry):
-        slot = carry[0]
-        maximum, total, acc = unpack_state(carry[1:])
-        page = at.scalar("window_table", at.sequence * shape.window_slots + slot)
-        # Slot of the ring -> page of the sequence: the ring starts where the INT2 pages end.
-        turn = slot + (ring_slots - shape.sink_pages) + ring_slots - pages.umod(ring_slots)
-        recent = pages + turn.umod(ring_slots) + shape.sink_pages
-        token_page = m.select(slot.lt(shape.sink_pages), slot, recent)
-        valid = length - token_page * PAGE  # rows of this page that are stored
-        keys, values = (source.at(page, page_bytes).at(at.c, 16) for source in sources)
+    score = []
+    for pair in range(4):
+        rows = [row(keys, 2 * pair + h) for h in range(2)]
+        left = [
+            [rows[0][n][i], rows[1][n][i], rows[0][n][i + 1], rows[1][n][i + 1]]
+            for n in range(blocks)
+            for i in (0, 2)
+        ]
+        tile = _dense_scores(at, left, operands)
+        score += [[x * unit for x in _lane_scores(at, tile, h)] for h in range(2)]
+    inside = [frag.score_token(at.g, r).lt(valid) for r in range(8)]
+    score = [[m.select(inside[r], x, m.Float(_EMPTY)) for x in score[r]] for r in range(8)]
+    maximum = [functools.reduce(lambda a, b: a.max(b), [row[e] for row in score]) for e in heads]
+    for distance in (4, 8, 16):
+        maximum = [x.max(m.shuffle_xor(x, distance)) for x in maximum]
+    total, right = [m.Float(0.0)] * len(heads), []
+    for r in range(8):
+        p = [m.select(inside[r], (score[r][e] - maximum[e]).exp2(), m.Float(0.0)) for e in heads]
+        total = [x + y for x, y in zip(total, p)]
+        if shape.paired:  # the odd column carries what bf16 cut off P
+            word = m.pack_bfloat16(p[0], m.Float(0.0))
+            word = m.pack_bfloat16(p[0], p[0] - (word << 16).as_float())
+        else:
+            word = m.pack_bfloat16(*p)
+        right.append(m.transpose_8x8(word))
+    total = _sum_rows(m, total)
+    some = [x.gt(0.0) for x in total]
+    inverse = [m.select(s, x.max(_TINY).reciprocal(), m.Float(0.0)) for s, x in zip(some, total)]
 
-        # 8 channels of every 32-channel block of token 8g + r. Rows past the end may hold anything: zeros.
-        def row(base, r):
-            token = frag.score_token(at.g, r)
-            words = [m.load_global(base.at(token, row_bytes), 4, 64 * n) for n in range(blocks)]
-            inside = token.lt(valid)
-            return [[m.select(inside, w, m.Int(0)) for w in four] for four in words]
-
-        score = []
-        for pair in range(4):
-            rows = [row(keys, 2 * pair + h) for h in range(2)]
-            left = [
-                [rows[0][n][i], rows[1][n][i], rows[0][n][i + 1], rows[1][n][i + 1]]
-                for n in range(blocks)
-                for i in (0, 2)
-            ]
-            tile = _dense_scores(at, left, operands)
-            score += [[x * unit for x in _lane_scores(at, tile, h)] for h in range(2)]
-        inside = [frag.score_token(at.g, r).lt(valid) for r in range(8)]
-        score = [[m.select(inside[r], x, m.Float(_EMPTY)) for x in score[r]] for r in range(8)]
-        new_maximum, alpha = [], []
-        for e in heads:
-            top = functools.reduce(lambda a, b: a.max(b), [s[e] for s in score])
-            for distance in (4, 8, 16):
-                top = top.max(m.shuffle_xor(top, distance))
-            new_maximum.append(maximum[e].max(top))
-            alpha.append((maximum[e] - new_maximum[e]).exp2())
-        total = [x * a for x, a in zip(total, alpha)]
-        acc = [x * alpha[(i & 1) % n_heads] for i, x in enumerate(acc)]
-        right = []
-        for r in range(8):
-            p = [m.select(inside[r], (score[r][e] - new_maximum[e]).exp2(), m.Float(0.0)) for e in heads]
-            total = [x + y for x, y in zip(total, p)]
-            if shape.paired:  # the odd column carries what bf16 cut off P
-                word = m.pack_bfloat16(p[0], m.Float(0.0))
-                word = m.pack_bfloat16(p[0], p[0] - (word << 16).as_float())
-            else:
-                word = m.pack_bfloat16(*p)
-            right.append(m.transpose_8x8(word))
-        for n in range(blocks):
-            columns = [_value_block(m, at, values, valid, row_bytes, r, n) for r in range(8)]
-            for half in range(2):
-                u = 2 * n + half
-                tile = acc[4 * u : 4 * u + 4]
-                for s in (0, 2, 4, 6):
-                    a = [columns[s + k][2 * half + w] for k in range(2) for w in range(2)]
-                    tile = m.mma_f16(a, right[s : s + 2], tile, bfloat16=True)
-                acc[4 * u : 4 * u + 4] = tile
-        return [slot + shape.warps, *new_maximum, *total, *acc]
-
-    init = [m.warp, *[m.Float(_EMPTY)] * n_heads, *[m.Float(0.0)] * (n_heads + 4 * tiles)]
-    count = (shape.window_slots + (shape.warps - 1) - m.warp).max(0).udiv(shape.warps)
-    carry = m.loop(count, init, page_step)
-    maximum, total, acc = unpack_state(carry[1:])
-
-    def output(u, h, e):
-        channel = frag.dense_value_channel(u >> 1, at.g, 2 * (u & 1) + h)
-        value = acc[4 * u + 2 * h + e]
-        return channel, value + acc[4 * u + 2 * h + 1] if shape.paired else value
-
-    _merge_warps(at, list(maximum), _sum_rows(m, list(total)), output)
+    # Row of the query and byte offset of a partial result, per lane head; heads past the group store nothing.
+    first_head = at.c if shape.paired else at.c * 2
+    rows = [at.tile * shape.columns + first_head + e for e in heads]
+    places = [(at.sequence_head * shape.group + row) * shape.partials + slot for row in rows]
+    out, lse = m.pointer(refs["out"]), m.pointer(refs["lse"])
+    for n in range(blocks):
+        columns = [_value_block(m, at, values, valid, row_bytes, r, n) for r in range(8)]
+        for half in range(2):
+            tile = [m.Float(0.0)] * 4
+            for s in (0, 2, 4, 6):
+                a = [columns[s + k][2 * half + w] for k in range(2) for w in range(2)]
+                tile = m.mma_f16(a, right[s : s + 2], tile, bfloat16=True)
+            for e, h in itertools.product(heads, range(2)):
+                value = tile[2 * h] + tile[2 * h + 1] if shape.paired else tile[2 * h + e]
+                channel = frag.dense_value_channel(n, at.g, 2 * half + h)
+                target = out.at(places[e], 4 * head_dim).at(channel, 4)
+                word = (value * inverse[e]).as_int()
+                m.when(rows[e].lt(shape.group), lambda t=target, w=word: m.store_global(t, [w]))
+    for e in heads:
+        value = m.select(some[e], maximum[e] + total[e].max(_TINY).log2(), m.Float(-math.inf))
+        target = lse.at(places[e], 4)
+        mine = rows[e].lt(shape.group) & at.g.eq(0)
+        m.when(mine, lambda t=target, v=value: m.store_global(t, [v.as_int()]))
+    return slot
 
 
 def _value_block(m: Any, at: _Place, values: Any, valid: Any, row_bytes: int, r: int, block: int) -> list:
@@ -737,15 +766,14 @@ def _value_block(m: Any, at: _Place, values: Any, valid: Any, row_bytes: int, r:
 
 
 def _merge_warps(at: _Place, maximum: list, total: list, output: Any) -> None:
-    """Merges the four warps through shared memory and stores the block's partial output and log-sum-exp.
+    """Merges the warps of a block through shared memory; stores the partial output and log-sum-exp.
 
     maximum (base 2) and total per lane head; output(u, h, e) -> (channel, unnormalized value).
     """
     m, shape = at.m, at.shape
     head_dim = shape.head_dim
-    sums = (
-        4 * 8 * shape.warps
-    )  # bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel]
+    # Bytes of one [warp][head] table: maxima, then sums, then outputs [warp][head][channel].
+    sums = 4 * 8 * shape.warps
     m.sync_block()  # the stages are free now
     lane_head = [at.c] if shape.paired else [at.c * 2, at.c * 2 + 1]
 
@@ -829,8 +857,7 @@ def _decode_kernel(shape: DecodeShape) -> Any:
             "out": jax.ShapeDtypeStruct((*rows, shape.head_dim), jnp.float32),
             "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
         },
-        # The last axis runs fastest: all BF16 windows start first, and what they leave idle fills up.
-        {"partial": shape.partials, "head_tile": shape.heads * shape.tiles, "sequence": shape.batch},
+        {"split": shape.splits, "head_tile": shape.heads * shape.tiles, "sequence": shape.batch},
         shape.warps,
         shape.shared_bytes,
         "oscar_decode",
@@ -850,9 +877,9 @@ def decode_shape(
         raise NotImplementedError(
             f"query is {query.dtype}: the Mosaic decode kernel reads float32 or bfloat16"
         )
-    tiles = -(-group // (4 if group <= 4 else 8))
+    tiles = -(-group // 8)
     table_pages = cache.page_table.shape[1]
-    plan = decode_plan(batch * heads * tiles, table_pages, head_dim)
+    plan = decode_plan(batch * heads * tiles, table_pages, head_dim, group <= 4)
     return DecodeShape(
         batch=batch,
         heads=heads,
@@ -877,9 +904,9 @@ def decode_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel: partial outputs float32 [B, K, G, S, D] and their base-2 log-sum-exp [B, K, G, S].
 
-    query float32 or bf16 [B, K, G, D]; rotation_input is query_transform float32 [shape.transforms, D, D], or,
-    where that is 0, the rotated query float32 [B, K, G, D]. With windows partial 0 is the BF16 part; the
-    others are in the rotated value basis without value_mean.
+    query float32 or bf16 [B, K, G, D]; rotation_input is query_transform float32 [shape.transforms, D, D],
+    or, where that is 0, the rotated query float32 [B, K, G, D]. The first window_slots partials are the BF16
+    pages, if they are read; the others are in the rotated value basis without value_mean.
     """
     arrays = [getattr(cache, name) for name in _CACHE_ARRAYS]
     return _decode_kernel(shape)(rotation_input, query, *arrays)
@@ -933,7 +960,9 @@ def decode_attention(
     shape = decode_shape(grouped, cache, scale=scale, transforms=transforms, windows=True, splits=splits)
     first = transform if transforms else rotate_few_queries(grouped, rotation)
     partials = decode_partials(first, grouped, cache, shape)
-    return merge_partials(*partials, rotation, sink_logits).reshape(query.shape)
+    return merge_partials(*partials, rotation, windows=shape.window_slots, sink_logits=sink_logits).reshape(
+        query.shape
+    )
 
 
 def rotate_queries(query: jax.Array, rotation: Any) -> jax.Array:

@@ -9,8 +9,8 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
 
     keys, D = 128 (rows = tokens, contraction = channels; mma m16n8k32, unsigned 8-bit x signed 8-bit)
 
-    row t of key_codes         lane 4g + c holds, for each n = 0..7 and j = 0..D/64-1,
-                               the word w = D/64 * c + j of token 8g + (n ^ turn(g)):
+    row t of key_codes         lane 4g + c holds, for each r = 0..7 and j = 0..D/64-1,
+                               the word w = D/64 * c + j of token 8g + r:
     +----+----+----+----+----+----+----+----+
     | w0 | w1 | w2 | w3 | w4 | w5 | w6 | w7 |       word w = channels 16w .. 16w+15
     +----+----+----+----+----+----+----+----+       channel 16w + p at bits 2p, 2p+1
@@ -23,23 +23,22 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
     word >> 4 & 0x0c0c0c0c   = bytes (code 3, code 7, code 11, code 15) * 4  register 3, weight 4
 
     A (16 tokens x 32)      k =  4c .. 4c+3         k = 16+4c .. 16+4c+3
-      row g   : n = 2u           register 2s of (2u,   j)   register 2s+1 of (2u,   j)
-      row g+8 : n = 2u + 1       register 2s of (2u+1, j)   register 2s+1 of (2u+1, j)
+      row g   : r = 2u           register 2s of (2u,   j)   register 2s+1 of (2u,   j)
+      row g+8 : r = 2u + 1       register 2s of (2u+1, j)   register 2s+1 of (2u+1, j)
     for the product's k-step (j, s), s = 0, 1. So k = 4c + b of register p is channel 16w + p + 4b.
     The weight is undone in the query: its entries are fixed-point numbers divided by 1 or 4.
 
-    Pages are staged as they lie in memory, D/4 bytes per token. Lanes that read together hold different g;
-    were all of them to read token 8g + n, their addresses would fall into the same banks, so lane g reads
-    token 8g + (n ^ turn(g)) with turn(g) the low bits of g. The scores are put back in order afterwards
-    (8 numbers per lane and head instead of 8 D/64 words): row g of score tile r is then token 8g + r.
+    Pages are staged as they lie in memory, D/4 bytes per token, so that lanes of different g, eight tokens
+    apart, find their words in the same banks. Reading other tokens and putting the scores back in order
+    afterwards was slower: shared memory has cycles to spare, the instruction slots have not.
 
-    values (rows = channels, contraction = tokens; mma m16n8k16, float16 with float32 sums)
+    values (rows = channels, contraction = tokens; mma m16n8k32, unsigned 8-bit x unsigned 8-bit)
 
-    lane 4g + c holds the word c (tokens 16c .. 16c+15) of channels g, g+8, g+16, ...
-    word       & 0x00030003 << 2e  read as two float16 subnormals = (code e, code 8+e) * 4**e * 2**-24
-    word >> 10 & ...               the same for codes 5, 6, 7 (e = 0, 1, 2)
-    so k = 2c + b of register i is token 16c + i + 8b: exactly the order in which the transposed
-    scores leave the first product (row g of tile i is token 8g + i). The weight is undone in P.
+    lane 4g + c holds the word c (tokens 16c .. 16c+15) of channels g, g+8, g+16, ...; masked like a key word,
+    k = 4c + b of register p is token 16c + p + 4b. The other operand needs four bytes of P for these tokens:
+    rows 2c and 2c+1 of the score tiles p and p+4 (row g of tile r is token 8g + r). So the bytes of tiles p
+    and p+4 are put side by side in one half, and an 8x8 transpose of halves makes the operand. The weight is
+    undone in P.
 
 Value words come out of shared memory with `ldmatrix`, which hands row g, bytes 4c..4c+3 of an 8x16-byte
 matrix to lane 4g + c; key words with one vector load per token.
@@ -47,21 +46,12 @@ matrix to lane 4g + c; key words with one vector load per token.
 
 BYTE_FIELDS = ((0, 0x03030303), (0, 0x0C0C0C0C), (4, 0x03030303), (4, 0x0C0C0C0C))  # (shift, mask)
 BYTE_WEIGHTS = (1, 4, 1, 4)
-HALF_EXPONENTS = (0, 1, 2, 3, 4, 0, 1, 2)  # of 4, for code i (and code 8 + i) of a word
-HALF_SHIFT = 10  # codes 5, 6, 7 are first moved down by five codes
-HALF_UNIT = 2.0**-24  # the smallest float16: what code 1 with exponent 0 reads as
 
 
 def unpack_bytes(word):
-    """The 16 codes of a key word as 4 registers of 4 unsigned bytes, with weights BYTE_WEIGHTS."""
+    """The 16 codes of a word as 4 registers of 4 unsigned bytes, with weights BYTE_WEIGHTS."""
     high = word >> 4
     return [(high if shift else word) & mask for shift, mask in BYTE_FIELDS]
-
-
-def unpack_halves(word):
-    """The 16 codes of a value word as 8 registers of 2 float16, with weights 4**HALF_EXPONENTS * 2**-24."""
-    low = word >> HALF_SHIFT
-    return [(word if i < 5 else low) & (0x00030003 << 2 * e) for i, e in enumerate(HALF_EXPONENTS)]
 
 
 def byte_channel(parts, j, c, register, byte):
@@ -69,19 +59,9 @@ def byte_channel(parts, j, c, register, byte):
     return 16 * (parts * c + j) + register + 4 * byte
 
 
-def key_turns(parts):
-    """The bits of g in turn(g): enough that the 8 / parts tokens that one cycle can read differ."""
-    return tuple(distance for distance in (1, 2, 4) if distance * parts < 8)
-
-
-def key_token(parts, g, n):
-    """Token (0..63) that lane row g reads n-th (0..7) from the codes of a staged key page."""
-    return 8 * g + (n ^ (g & (8 // parts - 1)))
-
-
-def half_token(c, register, half):
-    """Token (0..63) of half `half` of register `register` of value word c."""
-    return 16 * c + register + 8 * half
+def byte_token(c, register, byte):
+    """Token (0..63) of byte `byte` of register `register` of value word c."""
+    return 16 * c + register + 4 * byte
 
 
 def score_token(g, row_tile):

@@ -35,26 +35,20 @@ class MergeShape:
     group: int  # query rows per key/value head
     head_dim: int
     transforms: int  # leading axis of the rotation's arrays: 1 (shared) or K
-    partials: int = 0  # per query row; partial 0 is the BF16 window
+    windows: int = 0  # partial results per query row that come from BF16 pages
+    partials: int = 0  # all of them
     sink_logits: bool = False
     query_bfloat16: bool = False
 
     @property
     def rows(self) -> int:
-        """Query rows of a tile."""
-        return min(self.group, WARPS)
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.group // WARPS)
+        """Query rows of a tile: of one head, whatever their sequence, since they share its matrix."""
+        return min(self.batch * self.group, WARPS)
 
     @property
     def grid(self) -> dict[str, int]:
-        return {
-            "columns": self.head_dim // COLUMNS,
-            "head_tile": self.heads * self.tiles,
-            "sequence": self.batch,
-        }
+        tiles = -(-self.batch * self.group // WARPS)
+        return {"columns": self.head_dim // COLUMNS, "tile": tiles, "head": self.heads}
 
     @property
     def slices(self) -> int:
@@ -82,15 +76,13 @@ class MergeShape:
 
 
 class _Tile:
-    """Where a block stands: its sequence, head, first query row and first output column."""
+    """Where a block stands: its head, its first query row and its first output column."""
 
     def __init__(self, m, shape, block, refs, matrix):
         self.m, self.shape, self.refs = m, shape, refs
-        column, head_tile, sequence = block
-        head, tile = head_tile.udiv(shape.tiles), head_tile.umod(shape.tiles)
+        column, tile, self.head = block
         self.first_column, self.first_row = column * COLUMNS, tile * WARPS
-        self.head, self.sequence_head = head, sequence * shape.heads + head
-        self.rotation_head = head if shape.transforms > 1 else m.Int(0)
+        self.rotation_head = self.head if shape.transforms > 1 else m.Int(0)
         # Four columns of the matrix rows depth * group .. depth * (group + 1) - 1 are this thread's.
         quads = COLUMNS // 4
         self.depth = shape.head_dim // (WARPS * WARP_LANES // quads)
@@ -100,9 +92,15 @@ class _Tile:
         base = base.at(self.first_column + self.quad * 4, 4)
         self.matrix = [m.load_global(base, 4, 4 * shape.head_dim * i) for i in range(self.depth)]
 
+    def row_in_group(self, row: Any) -> tuple[Any, Any]:
+        """Sequence, and row in its group, of a row of the tile; rows past the last one repeat it."""
+        row = (self.first_row + row).min(self.shape.batch * self.shape.group - 1)
+        return row.udiv(self.shape.group), row.umod(self.shape.group)
+
     def query_row(self, row: Any) -> Any:
-        """Index of a row of the tile among all query rows; rows past the group repeat its last."""
-        return self.sequence_head * self.shape.group + (self.first_row + row).min(self.shape.group - 1)
+        """Index of a row of the tile among all query rows [B, K, G]."""
+        sequence, row = self.row_in_group(row)
+        return (sequence * self.shape.heads + self.head) * self.shape.group + row
 
     def product(self) -> Any:
         """Rows in shared memory times the matrix: row `warp`, column `lane`, where such a row exists."""
@@ -130,7 +128,7 @@ class _Tile:
     def store(self, name: str, value: Any) -> None:
         """Stores a float32 output [B, K, G, D]: row `warp`, column `lane`."""
         m, shape = self.m, self.shape
-        real = m.warp.lt(shape.rows) & (self.first_row + m.warp).lt(shape.group)
+        real = m.warp.lt(shape.rows) & (self.first_row + m.warp).lt(shape.batch * shape.group)
         row = m.pointer(self.refs[name]).at(self.query_row(m.warp), 4 * shape.head_dim)
         column = self.first_column + m.lane
         m.when(real, lambda: m.store_global(row.at(column, 4), [value.as_int()]))
@@ -188,12 +186,15 @@ def rotate_few_queries(query: jax.Array, rotation: Any) -> jax.Array:
 def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
     """The outputs of one tile of query rows, 32 of their channels."""
     tile = _Tile(m, shape, block, refs, "output_transform")
-    head_dim, rows, partials, slices = shape.head_dim, shape.rows, shape.partials, shape.slices
+    head_dim, rows, slices, windows, partials = (
+        *(shape.head_dim, shape.rows, shape.slices, shape.windows, shape.partials),
+    )
     out, lse = m.pointer(refs["out"]), m.pointer(refs["lse"])
 
     # ---- this thread's share of the INT2 partials: four channels of a row in every slices-th partial
     quads, threads = rows * head_dim // 4, WARPS * WARP_LANES
-    share = [(n, i) for n in range(-(-quads // threads)) for i in range(-(-(partials - 1) // slices))]
+    steps = -(-(partials - windows) // slices)
+    share = [(n, i) for n in range(-(-quads // threads)) for i in range(steps)]
 
     def place(n):  # -> its quad of all rows, slice
         flat = m.thread + n * threads
@@ -203,7 +204,7 @@ def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
         words = []
         for n, i in some:
             quad, piece = place(n)
-            partial = (piece + (1 + slices * i)).min(partials - 1)
+            partial = (piece + (windows + slices * i)).min(partials - 1)
             row = tile.query_row(quad.udiv(head_dim // 4))
             source = out.at(row * partials + partial, 4 * head_dim).at(quad.umod(head_dim // 4), 16)
             words.append(m.load_global(source, 4))
@@ -214,8 +215,13 @@ def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
 
     # ---- what the end needs of row `warp` and column `lane`
     column, row = tile.first_column + m.lane, tile.query_row(m.warp)
-    window = m.load_global(out.at(row * partials, 4 * head_dim).at(column, 4))[0].as_float()
-    pair = m.load_global(m.pointer(refs["value_mean"]).at(tile.rotation_head * head_dim + (column & -2), 2))[0]
+    window_values = [
+        m.load_global(out.at(row * partials + n, 4 * head_dim).at(column, 4))[0].as_float()
+        for n in range(windows)
+    ]
+    pair = m.load_global(m.pointer(refs["value_mean"]).at(tile.rotation_head * head_dim + (column & -2), 2))[
+        0
+    ]
     mean = m.select((column & 1).ne(0), pair & 0xFFFF0000, pair << 16).as_float()
 
     # ---- weights of the partials of row `warp`
@@ -229,20 +235,23 @@ def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
         top = top.max(m.shuffle_xor(top, distance))
     top = top.max(_EMPTY)
     values = [(x - top).exp2() for x in values]
-    window_weight = m.shuffle(values[0], m.Int(0))
-    history = functools.reduce(lambda a, b: a + b, values) - m.select(m.lane.eq(0), values[0], m.Float(0.0))
+    weights = [m.shuffle(values[n // WARP_LANES], m.Int(n % WARP_LANES)) for n in range(windows)]
+    window = functools.reduce(lambda a, b: a + b, [w * x for w, x in zip(weights, window_values)])
+    history = m.Float(0.0)
+    for n, x in enumerate(values):
+        history = history + m.select((m.lane + WARP_LANES * n).lt(windows), m.Float(0.0), x)
     for distance in (1, 2, 4, 8, 16):
         history = history + m.shuffle_xor(history, distance)
-    total = history + window_weight
+    total = functools.reduce(lambda a, b: a + b, weights, history)
     if shape.sink_logits:
-        index = tile.head * shape.group + (tile.first_row + m.warp).min(shape.group - 1)
+        index = tile.head * shape.group + tile.row_in_group(m.warp)[1]
         sink = m.load_global(m.pointer(refs["sink_logits"]).at(index, 4))[0].as_float()
         total = total + (sink * _LOG2E - top).exp2()
     inverse = total.max(1.0).reciprocal()  # without a sink 1 is the least, unless nothing is stored
-    weights = m.shared_base + (shape.rows_bytes + shape.sums_bytes)
+    table = m.shared_base + (shape.rows_bytes + shape.sums_bytes)
 
     def store_weights():
-        base = weights + (m.warp * shape.weights_stride + m.lane) * 4
+        base = table + (m.warp * shape.weights_stride + m.lane) * 4
         for n, x in enumerate(values):
             m.store_shared(base, [(x * inverse).as_int()], 4 * WARP_LANES * n)
         padding = 4 * WARP_LANES * len(values)
@@ -258,8 +267,8 @@ def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
         loaded = load(parts[number + 1]) if number + 1 < len(parts) else []
         for (n, i), words in zip(some, now):
             quad, piece = place(n)
-            weight = weights + (quad.udiv(head_dim // 4) * shape.weights_stride + piece) * 4
-            weight = m.load_shared(weight, 1, 4 * (1 + slices * i))[0].as_float()
+            weight = table + (quad.udiv(head_dim // 4) * shape.weights_stride + piece) * 4
+            weight = m.load_shared(weight, 1, 4 * (windows + slices * i))[0].as_float()
             four = [w.as_float().fma(weight, x) for w, x in zip(words, four)]
             if i == share[-1][1]:
                 inside = (m.thread + n * threads).lt(slices * quads)
@@ -277,7 +286,7 @@ def merge_body(m: Any, shape: MergeShape, block: tuple, refs: dict) -> None:
         m.when(m.thread.lt(quads), add_slices)
         m.sync_block()
     value = tile.product()
-    tile.store("result", window.fma(window_weight * inverse, mean.fma(history * inverse, value)))
+    tile.store("result", (mean.fma(history, window)).fma(inverse, value))
 
 
 _MERGE_INPUTS = ("out", "lse", "output_transform", "value_mean", "sink_logits")
@@ -299,14 +308,19 @@ def _merge_kernel(shape: MergeShape) -> Any:
     )
 
 
-def merge_partials(out: jax.Array, lse: jax.Array, rotation: Any, sink_logits: jax.Array | None) -> jax.Array:
+def merge_partials(
+    out: jax.Array, lse: jax.Array, rotation: Any, *, windows: int, sink_logits: jax.Array | None
+) -> jax.Array:
     """Attention outputs float32 [B, K, G, D] of the partial results of `decode_partials`, windows included.
 
-    out float32 [B, K, G, S, D] and its base-2 log-sum-exp [B, K, G, S]: partial 0 in the original basis, the
-    others in the rotated one without value_mean. sink_logits [K * G] take part in the softmax alone.
+    out float32 [B, K, G, S, D] and its base-2 log-sum-exp [B, K, G, S]: the first `windows` of S in the
+    original basis, the others in the rotated one without value_mean. sink_logits [K * G] take part in the
+    softmax alone.
     """
     *counts, partials, head_dim = out.shape
     transform = rotation.output_transform
-    shape = MergeShape(*counts, head_dim, transform.shape[0], partials, sink_logits is not None)
+    shape = MergeShape(
+        *counts, head_dim, transform.shape[0], windows, partials, sink_logits=sink_logits is not None
+    )
     sinks = [] if sink_logits is None else [sink_logits.astype(jnp.float32)]
     return _merge_kernel(shape)(out, lse, transform, rotation.value_mean, *sinks)[0]

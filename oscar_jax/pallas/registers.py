@@ -425,9 +425,12 @@ class MosaicMachine:
     def pointer(self, ref: ir.Value) -> Pointer:
         return Pointer(llvm.ptrtoint(_i64(), mosaic_utils.memref_ptr(ref)))
 
-    def load_global(self, pointer, count=1, offset=0):
-        """`count` (1, 2, 4) words; the memory must not be written by this kernel."""
-        code = f"ld.global.nc.{_vector(count)}, [${count}+{offset}];"
+    def load_global(self, pointer, count=1, offset=0, early=False):
+        """`count` (1, 2, 4) words; the memory must not be written by this kernel.
+
+        An `early` load is not put off beyond the next block barrier.
+        """
+        code = f"ld.global{'' if early else '.nc'}.{_vector(count)}, [${count}+{offset}];"
         return [Int(x) for x in _ptx(code, [pointer.value], [_i32()] * count, memory=True)]
 
     def load_changing(self, pointer):

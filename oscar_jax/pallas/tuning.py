@@ -10,8 +10,8 @@ MULTIPROCESSORS = 132
 class DecodePlan:
     """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp.
 
-    mean_pages are the pages whose mean keys meet the query in one product, a power of two up to 16.
-    window_pages is the work of a BF16 window in INT2 pages, where it delays the blocks of the last split.
+    window_pages is the work of a BF16 window page in INT2 pages, mean_pages the number of pages whose mean
+    keys meet the query in one product: a power of two up to 16.
     """
 
     splits: int
@@ -21,27 +21,38 @@ class DecodePlan:
     mean_pages: int = 16
 
 
-# Measured at head_dim 128, batch 8, 102 400 tokens: 4 to 6 stages and 4 or 8 warps differ by less than 2 %,
-# 8 splits instead of 4 cost 3 %. The other head_dims follow from registers and shared memory: not compared.
-# head_dim -> (warps per block, stages per warp, blocks that fit on one multiprocessor)
-_DECODE = {64: (4, 6, 3), 128: (4, 5, 2), 256: (4, 3, 2)}
-# A full window of the default size has the bytes of 43 INT2 pages. Of 0, 24, 40 and 60, 40 was fastest (H200,
-# batch 8, 102 400 tokens: 132.9, 129.9, 128.4 and 129.3 us).
-WINDOW_PAGES = 40
+# head_dim -> (warps per block, stages per warp, pages per product of mean keys). One block fits on a
+# multiprocessor, for its registers and its shared memory. Only head_dim 128 was compared (8 key/value heads,
+# 4 query heads each, 102 400 tokens, microseconds):
+#   batch 8, 2 splits: 12 warps 116.8, 8 warps 120.5, two blocks of 4 warps 123.0
+#   batch 1, 16 splits: 12 warps 25.1, 8 warps 21.6, two blocks of 4 warps 23.7
+# Twelve warps leave each 168 registers: enough in the loop for four query heads, not for eight, and a window
+# page then loads its rows one after the other, which only long sequences hide.
+_DECODE = {64: (8, 8, 16), 128: (8, 5, 16), 256: (8, 3, 4)}
+_DECODE_LONG = {128: (12, 3, 16)}  # for at most four query heads and blocks of
+LONG_PAGES = 400  # INT2 pages or more; between 100 and 800 nothing was measured
+# Of 7, 10, 13 and 16 all are within 0.5 % with 8 warps; with 12 warps 10 is better than 3, 7 and 14.
+WINDOW_PAGES = 10
 MIN_PAGES_PER_WARP = 2  # a split that leaves a warp less than this is not worth its merge
+BLOCK_PAGES = 40  # about the pages that a block could read while it starts, reads windows and merges
 
 
-def decode_plan(rows: int, table_pages: int, head_dim: int) -> DecodePlan:
+def decode_plan(rows: int, table_pages: int, head_dim: int, paired: bool) -> DecodePlan:
     """The plan for `rows` = sequences x heads x tiles of query heads and tables of `table_pages` pages.
 
-    The blocks that read INT2 pages fill the device once; those that a window block keeps waiting read less.
+    `paired` says that a tile has at most four query heads. The number of splits is the one with the least
+    pages (and BLOCK_PAGES) per multiprocessor, when the device runs one block on each at a time.
     """
-    warps, stages, resident = _DECODE[head_dim]
-    by_device = max(1, MULTIPROCESSORS * resident // rows)
-    by_pages = max(1, table_pages // (warps * MIN_PAGES_PER_WARP))
-    splits = min(by_device, by_pages)
-    delayed = rows * (splits + 1) > MULTIPROCESSORS * resident
-    return DecodePlan(splits, warps, stages, WINDOW_PAGES if delayed else 0, 16 if head_dim < 256 else 4)
+    warps, stages, mean_pages = _DECODE[head_dim]
+    most = min(max(8, MULTIPROCESSORS // rows), max(1, table_pages // (warps * MIN_PAGES_PER_WARP)))
+
+    def cost(splits: int) -> float:
+        return -(-rows * splits // MULTIPROCESSORS) * (table_pages / splits + BLOCK_PAGES)
+
+    splits = min(range(1, most + 1), key=cost)
+    if paired and head_dim in _DECODE_LONG and table_pages >= splits * LONG_PAGES:
+        warps, stages, mean_pages = _DECODE_LONG[head_dim]
+    return DecodePlan(splits, warps, stages, WINDOW_PAGES, mean_pages)
 
 
 # head_dim -> warpgroups per block; one block fits on a multiprocessor
