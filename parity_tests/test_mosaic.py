@@ -33,6 +33,7 @@ from oscar_jax.pallas import (  # noqa: E402
     merge_mosaic_gpu,
     prefill_mosaic_gpu,
     quantize_mosaic_gpu,
+    tuning,
 )
 from oscar_jax.pallas import fragments as frag  # noqa: E402
 from oscar_jax.pallas.tuning import DecodePlan  # noqa: E402
@@ -541,8 +542,11 @@ def test_decode_on_device(head_dim: int, group: int) -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("name", DECODE_CASES)
-def test_decode_cases_on_device(name: str) -> None:
+def test_decode_cases_on_device(name: str, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if long:
+        monkeypatch.setattr(tuning, "LONG_PAGES", 0)  # the plan for long sequences, where there is one
     *geometry, settings = DECODE_CASES[name]
     query, cache, rotation, options = decode_case(*geometry, **settings)
     for splits in (1, 2, 7):
