@@ -36,7 +36,7 @@ from oscar_jax.pallas import (  # noqa: E402
     tuning,
 )
 from oscar_jax.pallas import fragments as frag  # noqa: E402
-from oscar_jax.pallas.tuning import DecodePlan  # noqa: E402
+from oscar_jax.pallas.tuning import DecodePlan, quantize_plan  # noqa: E402
 from oscar_jax.rotation import hadamard_rotation  # noqa: E402
 from parity_tests import mosaic_emulator as emulator  # noqa: E402
 from parity_tests import rows as row_families  # noqa: E402
@@ -211,18 +211,56 @@ def test_rotated_channels_fill_key_words_in_order() -> None:
         assert (mine == 16 * lane + np.arange(16)).all()
 
 
-def test_code_planes_become_words_and_nibbles_are_transposed() -> None:
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 4, (1000, 16), dtype=np.uint64)
-    place = np.arange(16, dtype=np.uint64)
-    low, high = (((codes >> np.uint64(b) & np.uint64(1)) << place).sum(-1).astype(np.uint32) for b in (0, 1))
-    want = (codes << (np.uint64(2) * place)).sum(-1).astype(np.uint32)
-    assert (frag.interleave_bits(low, high) == want).all()
-    words = rng.integers(0, 1 << 32, (4, 1000), dtype=np.uint64).astype(np.uint32)
-    bits = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(4, 1000, 8, 4)
-    turned = np.stack(frag.transpose_nibbles(words))
-    got = (turned[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(4, 1000, 8, 4)
-    assert (got == bits.transpose(3, 1, 2, 0)).all()
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
+    """The products of both limbs with it are those with the transform's columns, as rotated_channel has them."""
+    rng = np.random.default_rng(head_dim)
+    limit, columns = cache_format.TRANSFORM_MAX, 64
+    transform = rng.integers(-limit, limit + 1, (1, head_dim, head_dim)).astype(np.int16)
+    rows = rng.integers(0, 256, (PAGE, head_dim)).astype(np.uint8)
+    machine = emulator.Machine(2 * head_dim**2, 4)
+    machine.shared.view(np.int32)[:] = np.asarray(quantize_mosaic_gpu.transform_operand(transform)).ravel()
+    # Lane 4g + c of warp w: rows 16w + g (+ 8), of k-step s the channels 32 s + 8 c (+ 4) + (0..3).
+    warp, g, c = (x.astype(np.int64) for x in np.unravel_index(np.arange(128), (4, 8, 4)))
+    for tile in range(0, head_dim // 8, columns // 8):
+        total = np.zeros((columns // 2, 128), np.int64)
+        for limb, weight in ((0, 256), (1, 1)):
+            sums = None
+            for s in range(head_dim // 32):
+                words = []
+                for part, half in np.ndindex(2, 2):
+                    channel = (32 * s + 8 * c + 4 * part)[:, None] + np.arange(4)
+                    four = rows[(16 * warp + g + 8 * half)[:, None], channel]
+                    words.append(emulator.Int(four.view(np.uint32)[:, 0]))
+                address = emulator.Int(quantize_mosaic_gpu.operand_offset(head_dim, limb, s, tile))
+                words = machine.wgmma_fence(words)
+                sums = machine.wgmma_s8(words, address, sums, columns=columns, unsigned_a=True)
+            assert sums is not None and (sums[0].value == emulator.POISON).all()  # nobody has waited
+            total += weight * np.stack([x.signed for x in machine.wgmma_wait(sums)])
+        want = rows.astype(np.int64) @ transform[0].astype(np.int64)
+        for i in range(columns // 2):
+            channel = frag.rotated_channel(tile + (i >> 2), 2 * c + (i & 1))
+            assert (total[i] == want[16 * warp + g + 8 * (i >> 1 & 1), channel]).all()
+
+
+@pytest.mark.parametrize(("pages", "heads", "kinds"), [(1, 3, 2), (24, 8, 2), (37, 3, 1), (700, 8, 2)])
+def test_blocks_share_all_pages(pages: int, heads: int, kinds: int) -> None:
+    names = ("key", "value")[:kinds]
+    blocks, warpgroups = quantize_plan(pages * heads * kinds, 128)
+    shape = quantize_mosaic_gpu.QuantizeShape(pages, heads, 128, 1, blocks, warpgroups, names)
+    seen = {kind: np.zeros((heads, pages), int) for kind in names}
+
+    def run(m: Any, shape: Any, refs: Any, kind: str, head: Any, first: Any, end: Any) -> None:
+        if m._active.any():
+            numbers = [int(np.broadcast_to(x.value, 128)[m._active][0]) for x in (head, first, end)]
+            seen[kind][numbers[0], numbers[1] : numbers[2]] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_mosaic_gpu, "_pages", run)
+        for block in range(blocks):
+            machine = emulator.Machine(16, 4)
+            quantize_mosaic_gpu.quantize_body(machine, shape, (emulator.Int(block),), {})
+    assert all((count == 1).all() for count in seen.values())
 
 
 # --- the emulator itself ----------------------------------------------------------------------------
@@ -255,6 +293,14 @@ def test_emulator_delivers_bulk_copies_by_their_barrier() -> None:
     machine.when(first, lambda: fetch(512))
     with pytest.raises(AssertionError, match="waits forever"):
         machine.wait_barrier(barrier, emulator.Int(1))
+
+
+def test_emulator_rounds_fused_sums_down() -> None:
+    machine = emulator.Machine(16, 4)
+    x = np.array([0.75, -0.75, 2.0**-80, -(2.0**-80), 3.0, 2.0**23 - 0.5], np.float32)
+    assert (emulator.Float(x).fma_down(1.0, 8.0 * 2**20).value == 2.0**23 + np.floor(x)).all()
+    signs = machine.gather_bytes(emulator.Int(0x80), emulator.Int(0x7FFFFFFF), 0xFFB8)
+    assert (signs.value == 0x0000_00FF).all()
 
 
 def test_emulator_refuses_accesses_outside_an_array_and_divided_warps() -> None:
@@ -342,6 +388,26 @@ def test_decode_body_reads_every_page_once_whatever_the_plan(head_dim: int, plan
         patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
         got = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
     assert_close(got, attention.decode_attention(query, cache, rotation, **options))
+
+
+@pytest.mark.parametrize(
+    ("group", "plan", "pages"),
+    [
+        (2, DecodePlan(1, 4, 3, 2, mean_pages=4), 33),
+        (6, DecodePlan(1, 4, 5, 0, mean_pages=8), 75),
+        (1, DecodePlan(1, 8, 4, 3, mean_pages=16), 270),
+    ],
+)
+def test_decode_body_goes_round_its_ring_and_its_mean_keys(group: int, plan: DecodePlan, pages: int) -> None:
+    """Several times as many pages per warp as it has stages, and more than two products of mean keys."""
+    rng = np.random.default_rng(pages)
+    cache = random_cache(1, group, 64, [320 + PAGE * pages + 17], rng)
+    query = jnp.asarray(rng.normal(0, 1.5, (1, group, 64)), jnp.bfloat16)
+    rotation = random_rotation(1, 64, rng)
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, scale=0.2)
+    assert_close(got, attention.decode_attention(query, cache, rotation, scale=0.2))
 
 
 @pytest.mark.parametrize(
@@ -569,6 +635,20 @@ def test_prefill_on_device(group: int, head_dim: int, tokens: int) -> None:
     want = attention.chunk_attention(query, key, value, cache, rotation, **options)
     for b, count in enumerate(new):
         assert_close(got[b : b + 1, :count], want[b : b + 1, :count])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("group", "warps"), [(1, 12), (4, 12), (8, 8)])
+def test_decode_of_a_long_sequence_on_device(group: int, warps: int) -> None:
+    rng = np.random.default_rng(group)
+    cache = random_cache(2, group, 128, [30_000, 29_000], rng)
+    query = jnp.asarray(rng.normal(0, 1.5, (2, 2 * group, 128)), jnp.bfloat16)
+    rotation = random_rotation(2, 128, rng)
+    plan = DecodePlan(1, warps, 3, tuning.WINDOW_PAGES)  # 38 pages or more per warp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, scale=128**-0.5)
+    assert_close(got, attention.decode_attention(query, cache, rotation, scale=128**-0.5))
 
 
 @pytest.mark.hopper
