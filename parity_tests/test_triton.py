@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests import oracle, rows, triton_interpreter
+from parity_tests import rows, triton_interpreter
 from parity_tests.triton_interpreter import (
     append_differences,
     attention_errors,
@@ -100,66 +100,22 @@ class TestInterpreted:
         """Keys and values of pages in one launch, more pages than programs, strided rows."""
         assert interpret(pair_differences, rotation(2, 64), 5, bits=bits) == []
 
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_query_limbs(self, head_dim: int) -> None:
-        """The integer scores that the Gluon kernel forms from the prepared bytes, emulated in NumPy."""
-        codes, limbs, bias, factor, rotated = interpret(_prepared, rotation(2, head_dim), 3)
-        words = oracle.pack_pages("key", codes)[0]  # int32 [K, 64, D/16]
-        for head in range(2):
-            operand = key_operand(words[head].astype(np.uint32))
-            score = operand @ limbs[head].astype(np.int64).T
-            high, low = score[:, 0:6:2], score[:, 1:6:2]
-            assert max(abs(high).max(), abs(low).max()) < 1 << 22, "the sum must fit a float32 mantissa"
-            got = (256 * high + low - bias[head, :3]) * factor[head, :3]
-            want = (codes[0, :, head] - 1.5) @ rotated[head].T
-            np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
-        assert not limbs[:, 6:].any(), "padding heads are zero"
-
-
-def _prepared(fields: dict[str, np.ndarray], group: int) -> tuple[np.ndarray, ...]:
-    """In the child: key codes of a page, and the prepared query of three heads as bytes and as floats."""
-    import torch
-
-    from oscar_torch.packing import unpack_key_codes
-    from oscar_torch.triton_kernels import decode_triton
-
-    cache, layer_rotation, rng = triton_interpreter.make_case(fields, (700,), 700, group)
-    head_dim = fields["key_transform"].shape[-1]
-    query = torch.from_numpy(rng.normal(0, 1, (1, 2 * group, head_dim)).astype(np.float32))
-    plan = decode_triton.plan_decode(query, cache.cache, layer_rotation, programs=8)
-    limbs, floats = (
-        decode_triton.prepare(plan, query, cache.cache, layer_rotation, head_dim**-0.5, limbs=kind)
-        for kind in (True, False)
-    )
-    page = cache.cache.page_table[0, 2]
-    codes = unpack_key_codes(cache.cache.key_codes[page]).transpose(0, 1)[None]  # [1, 64, K, D]
-    arrays = (limbs.rotated[0], limbs.bias[0], limbs.factor[0], floats.rotated[0])
-    return codes.numpy(), *(array.numpy() for array in arrays)
-
-
-def key_operand(words: np.ndarray) -> np.ndarray:
-    """Key words uint32 [64, W] -> int64 [64, 16 W]: the bytes that `decode_gluon._key_operand` masks out."""
-    per_lane = words.shape[1] // 4
-    operand = np.zeros((64, 16 * words.shape[1]), np.int64)
-    for word in range(words.shape[1]):
-        lane, j = divmod(word, per_lane)
-        for part in range(4):
-            shifted = words[:, word] >> (4 * (part // 2))
-            masked = shifted & np.uint32(0x0F0F0F0F if part % 2 else 0x03030303)
-            for byte in range(4):
-                operand[:, ((part * per_lane + j) * 4 + lane) * 4 + byte] = (masked >> (8 * byte)) & 255
-    return operand
-
 
 class TestCompiled:
     """Kernels compiled for Hopper on a host without a GPU; assertions on what the compiler made of them."""
 
     @pytest.mark.parametrize(("head_dim", "padded_group"), [(64, 16), (128, 4), (256, 8)])
     def test_codes_stay_in_registers(self, head_dim: int, padded_group: int) -> None:
-        """The Gluon stage exchanges nothing through shared memory and unpacks by single instructions."""
-        ptx, shared = compile_stage(head_dim, padded_group)
-        assert shared == 0
-        assert "st.shared" not in ptx
+        """The Gluon stage has no shared memory but its ring, and unpacks by single instructions."""
+        from oscar_torch.cache_format import int2_page_bytes
+
+        stages = 3
+        ptx, shared = compile_stage(head_dim, padded_group, stages)
+        ring = stages * (int2_page_bytes(head_dim) + 8)
+        assert ring <= shared < ring + 128, "the ring must be the only allocation: it is found by its address"
+        stores = re.findall(r"\bst(?:matrix)?\S*\.shared", ptx)
+        assert len(stores) == 1, "nothing is exchanged; one store keeps the allocation"
+        assert ptx.count("cp.async.bulk.shared") == 5 * stages, "two pages ahead, then one in the loop"
         words = head_dim // 8  # of keys, and as many of values, that a lane holds of one page
         assert ptx.count("and.b32") >= words * 4 + words * 8
         keys = head_dim // 32 * 4 * (padded_group // 4)
@@ -167,6 +123,12 @@ class TestCompiled:
         assert ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32") == keys
         assert ptx.count("m16n8k16.row.col.f32.f16.f16.f32") == values
         assert ptx.count("movmatrix") == 8 * max(1, padded_group // 8) + padded_group // 2
+
+    def test_plain_codes_need_no_exchange(self) -> None:
+        """Plain Triton on Ampere: staged code words are read as operands, and a mask serves two codes."""
+        ptx = compile_plain_stage(128)
+        words = 2 * 64 * 128 // 16 // 32  # of keys, and as many of values, that a lane holds of two pages
+        assert sum(ptx.count(f"{0x00030003 << 2 * e:#x};") for e in range(5)) == 2 * 8 * words
 
     def test_quantizer_uses_the_matrix_unit(self) -> None:
         """Four limb products and the packing of values by wgmma, limbs from shared memory, no division."""
@@ -179,7 +141,7 @@ class TestCompiled:
         assert 3 * (shared + 1024) <= 227 * 1024, "three programs must fit a multiprocessor"
 
 
-def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
+def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, int]:
     """PTX and bytes of shared memory of the Gluon stage kernel for compute capability 9.0."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -189,25 +151,49 @@ def compile_stage(head_dim: int, padded_group: int) -> tuple[str, int]:
 
     if INTERPRETING:
         pytest.skip("TRITON_INTERPRET is set for this process")
-    types = {"limbs_ptr": "*i8", "query_ptr": "*bf16", "softmax_scale": "fp32"}
-    types |= dict.fromkeys(("stride_table", "sliding_window", "blocks", "splits"), "i32")
-    floats = ("factor_ptr", "bias_ptr", "page_score_ptr", "value_max_ptr", "o_ptr", "lse_ptr")
-    types |= dict.fromkeys(floats, "*fp32")
-    bf16 = ("key_scale_ptr", "value_scale_ptr", "window_key_ptr", "window_value_ptr")
-    types |= dict.fromkeys(bf16, "*i16")
     constants = {
-        **{"K": 8, "G": padded_group, "GP": padded_group, "D": head_dim, "SINK_PAGES": 1},
-        **{"RECENT_SLOTS": 5, "SLIDING": False, "BLOCKS": 32, "PREFETCH_VALUES": False},
+        **{"K": 8, "G": padded_group, "GP": padded_group, "D": head_dim, "SINK_PAGES": 1, "RECENT_SLOTS": 5},
+        **{"WINDOW_PAGES": 8, "SLIDING": False, "BATCH_P": 32, "STAGES": stages, "EXACT_QUERY": True},
     }
-    names = _stage_kernel.arg_names
-    source = GluonASTSource(
-        _stage_kernel,
+    source = GluonASTSource(*stage_arguments(_stage_kernel, constants))
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def compile_plain_stage(head_dim: int) -> str:
+    """PTX of the plain stage kernel for compute capability 8.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from oscar_torch.triton_kernels.decode_triton import _stage_kernel
+
+    if INTERPRETING:
+        pytest.skip("TRITON_INTERPRET is set for this process")
+    constants = {
+        **{"K": 8, "G": 4, "D": head_dim, "DP": head_dim, "ROWS": 8, "CHUNK": 128, "SINK_PAGES": 1},
+        **{"RECENT_SLOTS": 5, "WINDOW_PAGES": 8, "SLIDING": False, "BATCH_P": 32, "WINDOW_STEP": 16},
+        **{"EXACT_QUERY": True},
+    }
+    source = ASTSource(*stage_arguments(_stage_kernel, constants, codes="*i16"))
+    options = {"num_warps": 1, "num_stages": 3}
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
+
+
+def stage_arguments(kernel: Any, constants: dict[str, Any], codes: str = "*i32") -> tuple[Any, ...]:
+    """A stage kernel, its signature, constants and attributes, as Triton's sources take them."""
+    types = {"query_ptr": "*bf16", "softmax_scale": "fp32", "key_codes_ptr": codes, "value_codes_ptr": codes}
+    types |= dict.fromkeys(("stride_table", "sliding_window", "batch", "pieces"), "i32")
+    types |= dict.fromkeys(("rotated_ptr", "page_score_ptr", "o_ptr", "lse_ptr"), "*fp32")
+    bf16 = ("mean_ptr", "key_scale_ptr", "value_scale_ptr", "window_key_ptr", "window_value_ptr")
+    types |= dict.fromkeys(bf16, "*i16")
+    names = kernel.arg_names
+    return (
+        kernel,
         {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names},
         {(i,): constants[name] for i, name in enumerate(names) if name in constants},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-    return compiled.asm["ptx"], compiled.metadata.shared
 
 
 def compile_bulk(head_dim: int) -> tuple[str, int]:

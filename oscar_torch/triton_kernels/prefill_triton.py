@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .. import cache_format as fmt
 from ..config import ShapeError
-from .decode_triton import LOG2_E, MAX_GROUP, unpack_codes
+from .decode_triton import LOG2_E, MAX_GROUP
 from .quantize_triton import check_device, rotation_stride
 
 PAGE = tl.constexpr(fmt.PAGE_TOKENS)
@@ -48,6 +48,29 @@ SMALL_TILES = {**TILES, 128: Tile(rows=64, warps=4, stages=1)}  # for less than 
 def _widen(raw):
     """bf16 bits (int16) -> float32."""
     return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(words, place: tl.constexpr):
+    """The codes at one place of every word, as fp16 subnormals code * 2**-24."""
+    return ((words >> (2 * place)) & 3).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack_codes(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Words int32 [ROWS, COLUMNS / 16] -> codes as fp16 subnormals [ROWS, COLUMNS].
+
+    Joined pairwise, so that a thread holds the 16 codes of its word next to each other.
+    """
+    low = tl.join(
+        tl.join(tl.join(_code(words, 0), _code(words, 8)), tl.join(_code(words, 4), _code(words, 12))),
+        tl.join(tl.join(_code(words, 2), _code(words, 10)), tl.join(_code(words, 6), _code(words, 14))),
+    )
+    high = tl.join(
+        tl.join(tl.join(_code(words, 1), _code(words, 9)), tl.join(_code(words, 5), _code(words, 13))),
+        tl.join(tl.join(_code(words, 3), _code(words, 11)), tl.join(_code(words, 7), _code(words, 15))),
+    )
+    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
 
 
 @triton.jit
