@@ -160,9 +160,6 @@ class Float:
     def as_int(self):
         return Int(np.ascontiguousarray(self.value).view(np.uint32))
 
-    def floor_biased(self):
-        return Float(np.floor(self.value) + np.float32(1.5 * 2**23))
-
     def floor_to_int(self):
         assert (np.abs(self.value) < 2**22).all()
         return Int(np.floor(self.value).astype(np.int64))
@@ -250,9 +247,6 @@ class Machine:
         signs = np.stack([(selector >> np.uint32(4 * i)) & 8 for i in range(4)], -1) != 0
         chosen = np.where(signs, (chosen.view(np.int8) >> 7).view(np.uint8), chosen)
         return Int(np.ascontiguousarray(chosen).view(np.uint32)[:, 0])
-
-    def shift_in_sign(self, word, x):
-        return Int(word.value << np.uint32(1) | x.value >> np.uint32(31))
 
     def rotate_left(self, word, count):
         return Int(word.value << count.value | word.value >> (32 - count.value))

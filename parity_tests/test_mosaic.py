@@ -213,7 +213,7 @@ def test_rotated_channels_fill_key_words_in_order() -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
-    """The products of both limbs with it are those with the transform's columns, as rotated_channel has them."""
+    """Products with its two limbs make up those with the columns that rotated_channel names."""
     rng = np.random.default_rng(head_dim)
     limit, columns = cache_format.TRANSFORM_MAX, 64
     transform = rng.integers(-limit, limit + 1, (1, head_dim, head_dim)).astype(np.int16)
@@ -297,8 +297,9 @@ def test_emulator_delivers_bulk_copies_by_their_barrier() -> None:
 
 def test_emulator_rounds_fused_sums_down() -> None:
     machine = emulator.Machine(16, 4)
-    x = np.array([0.75, -0.75, 2.0**-80, -(2.0**-80), 3.0, 2.0**23 - 0.5], np.float32)
-    assert (emulator.Float(x).fma_down(1.0, 8.0 * 2**20).value == 2.0**23 + np.floor(x)).all()
+    x = np.array([0.75, -0.75, 2.0**-80, -(2.0**-80), 3.0, 2.0**21 + 0.75], np.float32)
+    bias = 1.5 * 2.0**23
+    assert (emulator.Float(x).fma_down(1.0, bias).value == bias + np.floor(x)).all()
     signs = machine.gather_bytes(emulator.Int(0x80), emulator.Int(0x7FFFFFFF), 0xFFB8)
     assert (signs.value == 0x0000_00FF).all()
 

@@ -97,26 +97,3 @@ def rotated_channel(n, column):
     4j + c from the eight tiles 8j .. 8j+7, in order.
     """
     return 64 * (n >> 3) + 16 * (column >> 1) + 2 * (n & 7) + (column & 1)
-
-
-def interleave_bits(low, high):
-    """16 low and 16 high bits of codes -> the word with code p at bits 2p, 2p + 1."""
-    word = 0
-    for shift, bits in ((0, low), (1, high)):
-        x = bits & 0xFFFF
-        for distance, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
-            x = (x | (x << distance)) & mask
-        word = (x << shift) | word
-    return word
-
-
-def transpose_nibbles(words):
-    """Transposes, in each nibble of four words at once, the 4x4 bits (word i, bit j) -> (word j, bit i)."""
-    words = list(words)
-    for distance, mask in ((1, 0x55555555), (2, 0x33333333)):
-        for i in range(4):
-            if not i & distance:
-                a, b = words[i], words[i + distance]
-                swap = ((a >> distance) ^ b) & mask
-                words[i], words[i + distance] = a ^ (swap << distance), b ^ swap
-    return words

@@ -192,16 +192,13 @@ class Float:
         """The same 32 bits as an integer register."""
         return Int(arith.bitcast(_i32(), self.value))
 
-    def floor_biased(self):
-        """floor(x) + 1.5 * 2**23, exact for |x| < 2**22: the integer sits in the low mantissa bits.
-
-        Adding the bias and rounding down costs a quarter of a conversion instruction.
-        """
-        return _ptx_float("add.rm.f32 $0, $1, $2;", self, Float(1.5 * 2.0**23))
-
     def floor_to_int(self):
-        """The floor of a value below 2**22 in magnitude."""
-        return self.floor_biased().as_int() - 0x4B400000
+        """The floor of a value below 2**22 in magnitude.
+
+        Adding a bias and rounding down costs a quarter of a conversion instruction: the integer then sits in
+        the low mantissa bits.
+        """
+        return _ptx_float("add.rm.f32 $0, $1, $2;", self, Float(1.5 * 2.0**23)).as_int() - 0x4B400000
 
     def round_to_int(self):
         return Int(_ptx("cvt.rni.s32.f32 $0, $1;", [self.value], [_i32()])[0])
@@ -329,10 +326,6 @@ class MosaicMachine:
             return Int(_ptx(f"prmt.b32 $0, $1, $2, {selector};", [a.value, b.value], [_i32()])[0])
         operands = [a.value, b.value, selector.value]
         return Int(_ptx("prmt.b32 $0, $1, $2, $3;", operands, [_i32()])[0])
-
-    def shift_in_sign(self, word, x):
-        """word << 1 | sign bit of x."""
-        return Int(_ptx("shf.l.wrap.b32 $0, $1, $2, 1;", [x.value, word.value], [_i32()])[0])
 
     def rotate_left(self, word, count):
         """The word's bits, `count` places to the left, around the end."""
