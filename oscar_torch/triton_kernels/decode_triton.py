@@ -495,7 +495,7 @@ def _merge_kernel(
     history = tl.sum(acc * (factor * inverse)[:, None], 0)
     window = tl.sum(slot_o * (slot_weight * inverse)[:, None], 0)
     history_weight *= inverse
-    for block in tl.range(0, D, COLUMNS, num_stages=2):
+    for block in tl.range(0, D, COLUMNS, num_stages=3):
         columns = block + tl.arange(0, COLUMNS)
         inside = (channels < D)[:, None] & (columns < D)[None, :]
         offset = head * stride_rotation * D * D + channels[:, None] * D + columns[None, :]
@@ -643,8 +643,11 @@ def merge(
     if sink_logits is not None and sink_logits.shape != (query_heads,):
         raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected ({query_heads},)")
     out = torch.empty((plan.batch, query_heads, plan.head_dim), device=o.device)
-    pieces = plan.pieces // plan.batch + 2  # of one sequence, about
-    step = max(16, min(64, triton.next_power_of_2(pieces) // 4, 32768 // plan.padded_dim))
+    # Many pieces of one sequence: more of them at a time. Two tiles ahead take at most 64 KB.
+    pieces = triton.next_power_of_2(plan.pieces // plan.batch + 2)
+    tile = 8192 // plan.padded_dim
+    step = max(16, min(64, pieces // 4, tile))
+    columns = plan.padded_dim if 2 * step >= plan.padded_dim else min(2 * step, tile)
     kernel = _merge_kernel[(plan.batch * query_heads,)](
         o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
         rotation.output_transform, rotation.value_mean.view(torch.int16), plan.stride_rotation,
@@ -652,7 +655,7 @@ def merge(
         K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SINK_PAGES=plan.sink_pages,
         SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
         SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch, STEP=step,
-        COLUMNS=min(plan.padded_dim, step * 2), SINK_LOGITS=sink_logits is not None, EARLY=plan.early,
+        COLUMNS=columns, SINK_LOGITS=sink_logits is not None, EARLY=plan.early,
         num_warps=step // 4, **plan.launch,
     )  # fmt: skip
     if plan.early:
