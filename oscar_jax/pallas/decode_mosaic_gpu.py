@@ -614,11 +614,12 @@ def _history(at: _Place) -> None:
             *(*(x for words in right for x in words), *factor, *maximum, *total, *weighted, *acc),
         ]
 
-    # At first P is zero, whatever codes the last stage seems to hold. Afterwards one stage holds the page
-    # whose values are still to be summed, one the page whose scores are computed; `ahead` are on their way.
+    # Before the first page P is zero; the first stage, which has arrived by then, stands in for the values.
+    # Afterwards one stage holds the page whose values are still to be summed, one the page whose scores are
+    # computed; `ahead` are on their way.
     zero = m.Float(0.0)
-    init = [first, m.Int(0), *(ring + n * stage for n in (0, stages - 1, ahead))]
-    init += [barriers + 8 * n for n in (0, stages - 1, ahead)]
+    init = [first, m.Int(0), *(ring + n * stage for n in (0, 0, ahead))]
+    init += [barriers + 8 * n for n in (0, 0, ahead)]
     init += [*[zero] * (2 * n_heads), first_pages, first_pages]
     init += [*[m.Int(0)] * (4 * limbs), *[zero] * n_heads]
     init += [*[m.Float(_EMPTY)] * n_heads, *[zero] * ((2 + 2 * tiles) * n_heads)]
