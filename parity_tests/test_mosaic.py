@@ -477,6 +477,18 @@ def test_quantize_body_writes_the_bytes_of_the_reference(head_dim: int, heads: i
     assert_same_bytes(swapped, quantize.quantize_page_pair(value, key, rotation))
 
 
+def test_quantize_body_goes_from_head_to_head() -> None:
+    """Two blocks of two warpgroups: one takes keys of three heads, the other what is left, and the values."""
+    rng = np.random.default_rng(3)
+    key, value = jnp.asarray(rng.normal(0, 1, (2, 2, PAGE, 3, 64)), jnp.bfloat16)
+    rotation = quantizer_rotation(3, 64, rng)
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_mosaic_gpu, "quantize_plan", lambda *_: (2, 2))
+        patch.setattr(quantize_mosaic_gpu, "page_costs", lambda *_: [5, 4])
+        got = quantize_mosaic_gpu.quantize_page_pair(key, value, rotation)
+    assert_same_bytes(got, quantize.quantize_page_pair(key, value, rotation))
+
+
 def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
     """What the quantizer needs of a rotation: random orthogonal transforms, multipliers and a mean value."""
     matrix, _ = np.linalg.qr(rng.normal(0, 1, (heads, head_dim, head_dim)))
@@ -658,7 +670,7 @@ def test_decode_of_a_long_sequence_on_device(group: int, warps: int) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_quantize_on_device(head_dim: int, family: str) -> None:
     rng = np.random.default_rng(head_dim)
-    for heads, pages in ((1, 1), (3, 7), (8, 40)):
+    for heads, pages in ((1, 1), (5, 61), (8, 300)):
         bits = row_families.ROW_FAMILIES[family](rng, (PAGE * pages, heads, head_dim))
         pair = jnp.asarray(bits.view(jnp.bfloat16.dtype).reshape(pages, PAGE, heads, head_dim))
         rotation = quantizer_rotation(heads, head_dim, rng)

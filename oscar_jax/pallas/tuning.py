@@ -56,8 +56,8 @@ def decode_plan(rows: int, table_pages: int, head_dim: int, paired: bool) -> Dec
 
 
 # head_dim -> warpgroups per block; one block fits on a multiprocessor. Measured (H200, one version of the
-# kernel): 128 with 2, 3, 4: 434, 382, 471 us for 2048 pages x 8 heads; 64 with 4, 5: 341, 365 us for twice the
-# pages; 256 with 1, 2: 1155, 1012 us for half the heads.
+# kernel): 128 with 2, 3, 4: 434, 382, 471 us for 2048 pages x 8 heads; 64 with 4, 5: 341, 365 us for twice as
+# many pages; 256 with 1, 2: 1155, 1012 us for half as many heads.
 _QUANTIZE = {64: 4, 128: 3, 256: 2}
 _PAGE_COSTS = {"key": 11, "value": 9}  # 198 and 165 us for pages of one kind alone, head_dim 128
 _UNEQUAL_FROM = 16  # pages of a kind per block
