@@ -437,7 +437,9 @@ def fit_rotation_set(
     by_layer: dict[str, Any] = {}
     for layer in layers:
         seen = [observation[layer] for observation in observed if len(observation[layer].positions)]
-        chosen: dict[str, Any] = {"key": [{"basis": f"{settings.basis} {settings.damping:g}"}]}
+        alpha = KEY_MULTIPLIERS[0] / (1 << fmt.MULTIPLIER_BITS)
+        name = f"{settings.basis} {settings.damping:g}"
+        chosen: dict[str, Any] = {"key": [{"basis": name, "alpha": alpha}]}
         if settings.basis == "auto":
             if not seen:
                 raise ConfigError(

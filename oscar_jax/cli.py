@@ -35,7 +35,7 @@ gives an equal share of the tokens. Interrupted? The same command goes on where 
 examples:
   oscar calibrate --model gemma.gguf --text notes/ src/*.py --out rotations/
   oscar calibrate --model Qwen3-4B/ --text chats.jsonl --field text --tokens 60000 --out rotations/
-  oscar calibrate --model gemma.gguf --text book.txt --basis balanced --damping 0.1 --out rotations/
+  oscar calibrate --model gemma.gguf --text book.txt --basis balanced --damping 0.3 --out rotations/
 """
 _EVALUATE_EPILOG = """\
 Every --text is one stream that is judged on its own and pooled with the others; give it twice to judge two
@@ -191,7 +191,8 @@ def _add_calibrate(commands) -> None:
         "--basis",
         choices=CalibrationConfig.BASES,
         default=defaults.basis,
-        help="key basis; auto chooses one per layer and head on held-out tokens (default %(default)s)",
+        help="key basis; auto chooses basis and alpha per layer and head on held-out tokens, which pays when "
+        "these are as long as the contexts to be served (default %(default)s)",
     )
     heads = command.add_mutually_exclusive_group()
     heads.add_argument(

@@ -112,7 +112,7 @@ class CalibrationConfig:
 
     tokens: int = 30_000
     context: int = 4096
-    basis: str = "auto"
+    basis: str = "channel_balanced"
     per_head: bool = True
     damping: float = 0.1
 
