@@ -114,7 +114,8 @@ class Float:
             return Float(self.value - Float(o).value)
 
     def __mul__(self, o):
-        return Float(self.value * Float(o).value)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Float(self.value * Float(o).value)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -161,8 +162,9 @@ class Float:
         return Int(np.ascontiguousarray(self.value).view(np.uint32))
 
     def floor_to_int(self):
-        assert (np.abs(self.value) < 2**22).all()
-        return Int(np.floor(self.value).astype(np.int64))
+        assert not (np.abs(self.value) >= 2**22).any()
+        # NaN, as in threads that are not here, becomes a number that would show.
+        return Int(np.floor(np.nan_to_num(self.value, nan=POISON)).astype(np.int64))
 
     def round_to_int(self):
         return Int(np.rint(self.value).astype(np.int64))
