@@ -34,15 +34,13 @@ HEAD_DIMS = (64, 128, 256)
 WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
-# Columns of one product. For 128 there are registers for two warpgroups only, with 32 they wait more often:
-# both are slower (H200, head_dim 128, 2048 pages x 8 heads: 408 us against 377 and 468 against 395; head_dim
-# 256, 4 heads: 1012 with 32, 685 with 64).
-COLUMNS = 64
+# Columns of one product: few enough that all sums, operands and results stay in registers.
+COLUMNS = {64: 64, 128: 64, 256: 64}
 HIGH, LOW = 0, 1  # limbs
 
 _SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
-_LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: a sum of two smaller numbers is far from being clamped
+_LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: what sums of cleaned numbers below it cannot hide
 _INFINITY_BITS = 0x7F80
 
 
@@ -137,9 +135,17 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
     m = Warpgroup(block)
     m.area = m.shared_base + shape.area_start + m.index * shape.area_bytes
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
+
+    # ---- the transform, in operand order; it stays. The products read it past the threads that copied it.
+    block.sync_block()  # nobody needs the one before any more
+    source = m.pointer(refs[kind + "_transform"]).at(rotation_head, shape.transform_bytes)
+    threads = THREADS * shape.warpgroups
+    for n in range(-(-shape.transform_bytes // (16 * threads))):
+        chunk = (block.thread + n * threads).min(shape.transform_bytes // 16 - 1)
+        m.copy_async(m.shared_base + chunk * 16, source.at(chunk, 16))
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
 
-    # Every warp copies the 16 rows of a page that it will read, a few at a time.
+    # ---- rows: every warp copies the 16 that it will read, a few at a time
     chunks = shape.head_dim // 8  # of 16 bytes in a row
     row, chunk = m.warp * 16 + m.lane.udiv(chunks), m.lane.umod(chunks)
     slot = m.area + row * shape.row_bytes + chunk * 16
@@ -157,15 +163,12 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
         m.commit_copies()
 
     first = first + m.index
-    block.sync_block()  # nobody needs any more what lies in shared memory
     fetch_if_there(first)
-    transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
-    threads = THREADS * shape.warpgroups
-    stage_transform(block, shape.head_dim, transform, threads)
     if kind == "value":
         _store_value_mean(m, shape, refs, rotation_head)
-    m.order_copies()  # the products read the transform past the threads that wrote it
-    block.sync_block()
+    m.wait_copies(0)
+    m.order_copies()
+    block.sync_block()  # the transform is there
     _store_corrections(block, shape, threads)
     block.sync_block()
 
@@ -185,76 +188,6 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
 
     count = (end - first + (shape.warpgroups - 1)).max(0).udiv(shape.warpgroups)
     m.loop(count, [first], page_step)
-
-
-def stage_transform(m: Any, head_dim: int, transform: Any, threads: int) -> None:
-    """Splits a transform (int16 [D, D] at the pointer) into limbs, in operand order, in shared memory.
-
-    The first `threads` threads take blocks of 8 rows and 8 columns; a word of the operand is one limb of four
-    rows of a column.
-    """
-    row_bits, column_bits, _ = operand_offsets(head_dim)
-    width = head_dim.bit_length() - 4  # bits of the number of a block of columns, or of rows
-    units = 1 << 2 * width
-    for start in range(0, units, 2 * threads):  # two blocks at a time hide the way to memory
-        blocks = []
-        for first in range(start, min(start + 2 * threads, units), threads):
-            unit = (m.thread + first).min(units - 1)
-            # Lanes that load together: two neighbours of a row, four rows; then the rest of the row.
-            column = (unit & 1) | ((unit >> 3) & ((1 << width - 1) - 1)) << 1
-            row = ((unit >> 1) & 3) | (unit >> width + 2) << 2
-            source = transform.at(row, 16 * head_dim).at(column, 16)
-            words = [m.load_global(source, 4, 2 * head_dim * i) for i in range(8)]
-            place = m.shared_base
-            for number, bits in ((row, row_bits), (column, column_bits)):
-                for i in range(width):
-                    place = place + ((number >> i) & 1) * bits[3 + i]
-            blocks.append((place, words))
-        for place, words in blocks:
-            store = functools.partial(_store_limbs, m, head_dim, place, words)
-            if units < threads:
-                m.when(m.thread.lt(units), store)
-            else:
-                store()
-
-
-def _store_limbs(m: Any, head_dim: int, place: Any, words: list) -> None:
-    """The limbs of 8 rows of 8 columns, two columns to a word; `place` is where the first one goes."""
-    row_bits, column_bits, low_limb = operand_offsets(head_dim)
-    for column, half in np.ndindex(8, 2):
-        four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
-        offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
-        byte = 2 * (column % 2)
-        m.store_shared(place, [_gather(m, four, byte)], offset + low_limb)
-        # The high limb is that of v + 128, in each half of the word by itself.
-        four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
-        m.store_shared(place, [_gather(m, four, byte + 1)], offset)
-
-
-def _gather(m: Any, four: list, byte: int) -> Any:
-    """Byte `byte` of four integers in one word."""
-    pick = byte | (4 + byte) << 4
-    return m.gather_bytes(
-        m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410
-    )
-
-
-@functools.cache
-def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Where `transform_operand` puts the limbs of a transform, asked of that function itself.
-
-    Byte offsets that add up: of the bits of a row, of the bits of a column, and of the low limb; the high
-    limb of row 0, column 0 is at 0.
-    """
-    bits = head_dim.bit_length() - 1
-    probes = np.zeros((2 * bits + 1, head_dim, head_dim), np.int16)
-    for i in range(bits):
-        probes[i, 1 << i, 0] = probes[bits + i, 0, 1 << i] = 1 << fmt.LIMB_BITS
-    probes[-1, 0, 0] = 1
-    with jax.ensure_compile_time_eval():
-        operand = np.asarray(transform_operand(jnp.asarray(probes)))
-    found = np.argmax(operand.reshape(len(probes), -1).view(np.int8), axis=1).tolist()
-    return tuple(found[:bits]), tuple(found[bits:-1]), found[-1]
 
 
 def _store_corrections(m: Any, shape: QuantizeShape, threads: int) -> None:
@@ -294,20 +227,21 @@ def _quantize_tile(
 ) -> None:
     """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
 
-    `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows;
-    the 16 rows of a warp are visible to it. `page_head` = page * heads + head is where the result goes.
-    Shared memory starts with the transform, in the order of `transform_operand` and ordered before the
-    products (`order_copies` in the threads that wrote it, then a barrier), and what `_store_corrections`
-    says; the value mean lies in the group's area. `rows_are_read` is called when this warp needs its rows no
-    more.
+    `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows.
+    A warp's rows are visible to it.
+    `page_head` = page * heads + head is where the result goes. The transform lies at the start of shared
+    memory, in the order of `transform_operand`, ordered before the products (`order_copies` in the threads
+    that wrote it, then a barrier), behind it what `_store_corrections` says; the value mean lies in the
+    group's area. `rows_are_read` is called when this warp no longer needs its rows in the tile.
     """
     if kind == "key":
         words, largest = _clean_own_rows(m, slots)
         _page_mean(m, shape, refs, words, largest, page_head)
+
     g, c = m.lane >> 2, m.lane & 3
     *rows, top, top_too = _center_rows(m, shape, tile, g, c)
     if kind == "value":
-        # Step 1 changes nothing where the differences are small, unless the mean is large. So it is rare.
+        # Rare: only rows that differ from their cleaned selves by enough to show, or a mean that hides it.
         mean_tops = m.load_shared(m.area, 4, shape.warp_offset)
         mean_top = functools.reduce(lambda a, b: a.max(b), mean_tops)
         strange = top.max_or_nan(top_too).as_int().ge(_LARGE_BITS << 16) | mean_top.ge(_LARGE_BITS)
@@ -525,6 +459,7 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
     be what the middle products are added to: two sums at a time instead of three.
     """
     steps = shape.head_dim // 32
+    columns = COLUMNS[shape.head_dim]
     size = len(limbs[0])
     limbs = m.wgmma_fence([*limbs[0], *limbs[1]])
     a_limbs = (limbs[:size], limbs[size:])
@@ -535,16 +470,16 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
         for s in range(steps):
             address = m.shared_base + operand_offset(shape.head_dim, b, s, tile)
             words = a_limbs[a][4 * s : 4 * s + 4]
-            total = m.wgmma_s8(words, address, total, columns=COLUMNS, unsigned_a=True)
+            total = m.wgmma_s8(words, address, total, columns=columns, unsigned_a=True)
         return total
 
-    for tile in range(0, shape.head_dim // 8, COLUMNS // 8):
+    for tile in range(0, shape.head_dim // 8, columns // 8):
         outer = product(tile, HIGH, HIGH) + product(tile, LOW, LOW)
         offset = shape.transform_bytes + 8 * tile
-        correction = [w for n in range(0, COLUMNS, 16) for w in m.load_shared(corrections, 4, offset + n)]
+        correction = [w for n in range(0, columns, 16) for w in m.load_shared(corrections, 4, offset + n)]
         outer = m.wgmma_wait(outer)
         total = []
-        for i, (high, low) in enumerate(zip(outer[: COLUMNS // 2], outer[COLUMNS // 2 :])):
+        for i, (high, low) in enumerate(zip(outer[: columns // 2], outer[columns // 2 :])):
             low = low.sar(fmt.LIMB_BITS) + correction[i >> 2 << 1 | i & 1]
             total.append((high << fmt.LIMB_BITS) + low)
         total = m.wgmma_fence(total)
@@ -552,6 +487,14 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
         for i, x in enumerate(total):
             y[i >> 1 & 1].append(x)
     return y
+
+
+def _gather(m: Any, four: list, byte: int) -> Any:
+    """Byte `byte` of four integers in one word."""
+    pick = byte | (4 + byte) << 4
+    return m.gather_bytes(
+        m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410
+    )
 
 
 def _store_key_words(
@@ -660,6 +603,7 @@ def _launch(shape: QuantizeShape, arrays: dict) -> dict[str, jax.Array]:
     inputs, outputs = _argument_names(shape.kinds)
     for kind in shape.kinds:
         arrays[kind + "_rows"] = round_to_bfloat16(arrays[kind + "_rows"])
+        arrays[kind + "_transform"] = transform_operand(arrays[kind + "_transform"])
     return dict(zip(outputs, _quantize_kernel(shape)(*(arrays[n] for n in inputs))))
 
 

@@ -59,8 +59,7 @@ def decode_plan(rows: int, table_pages: int, head_dim: int, paired: bool) -> Dec
 # kernel): 128 with 2, 3, 4: 434, 382, 471 us for 2048 pages x 8 heads; 64 with 4, 5: 341, 365 us for twice as
 # many pages; 256 with 1, 2: 1155, 1012 us for half as many heads.
 _QUANTIZE = {64: 4, 128: 3, 256: 2}
-_PAGE_COSTS = {"key": 11, "value": 9}  # 198 and 165 us for pages of one kind alone, head_dim 128
-_UNEQUAL_FROM = 16  # pages of a kind per block
+_PAGE_COSTS = {"key": 6, "value": 5}
 
 
 def quantize_plan(pages: int, head_dim: int) -> tuple[int, int]:
@@ -70,5 +69,5 @@ def quantize_plan(pages: int, head_dim: int) -> tuple[int, int]:
 
 
 def page_costs(kinds: tuple[str, ...], pages: int) -> list[int]:
-    """What a page of each kind counts, where a block has about `pages` of each; few count alike."""
-    return [_PAGE_COSTS[kind] if pages >= _UNEQUAL_FROM else 1 for kind in kinds]
+    """The cost of a page of each kind, for blocks of about `pages` pages: blocks of few pages count them."""
+    return [_PAGE_COSTS[kind] if pages >= 16 else 1 for kind in kinds]
