@@ -266,7 +266,7 @@ class Machine:
         return [_Handed(x.value) for x in registers]
 
     def wgmma_s8(self, a, b, c=None, *, columns, unsigned_a=False):
-        c = c or [_InFlight(np.int64(0))] * (columns // 2)
+        c = c or [_InFlight(np.zeros((), np.int64))] * (columns // 2)
         assert all(isinstance(x, _Handed) for x in a) and all(isinstance(x, _Handed | _InFlight) for x in c)
         word = (self.lane.signed >> 2) * 16 + (self.lane.signed & 3) * 4
         out = []

@@ -219,7 +219,9 @@ def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
     transform = rng.integers(-limit, limit + 1, (1, head_dim, head_dim)).astype(np.int16)
     rows = rng.integers(0, 256, (PAGE, head_dim)).astype(np.uint8)
     machine = emulator.Machine(2 * head_dim**2, 4)
-    machine.shared.view(np.int32)[:] = np.asarray(quantize_mosaic_gpu.transform_operand(transform)).ravel()
+    machine.shared.view(np.int32)[:] = np.asarray(
+        quantize_mosaic_gpu.transform_operand(jnp.asarray(transform))
+    ).ravel()
     # Lane 4g + c of warp w: rows 16w + g (+ 8), of k-step s the channels 32 s + 8 c (+ 4) + (0..3).
     warp, g, c = (x.astype(np.int64) for x in np.unravel_index(np.arange(128), (4, 8, 4)))
     for tile in range(0, head_dim // 8, columns // 8):
