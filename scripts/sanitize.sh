@@ -46,7 +46,7 @@ done
     [ -n "$name" ] || continue
     for tool in memcheck racecheck; do
       log="$logs/$name.$tool"
-      tests=$(grep -oE '[0-9]+ (passed|failed|skipped|error)[^=]*' "$log" | tail -1)
+      tests=$(grep -oE '[0-9]+ (passed|failed|skipped)[^=]*' "$log" | tail -1)
       summary=$(grep -oE '(ERROR|RACECHECK) SUMMARY.*' "$log" | tail -1)
       verdict=$([ "$(cat "$log.code")" = 0 ] && echo passed || echo "FAILED ($(cat "$log.code"))")
       echo "| $name | $tool | ${tests:-none} | ${summary:-none} | $verdict |"
