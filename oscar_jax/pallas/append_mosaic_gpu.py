@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import cache_format as fmt
@@ -217,25 +216,14 @@ def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], in
 @functools.cache
 def _append_kernel(shape: AppendShape) -> Any:
     """The compiled-on-first-use kernel of one shape: arrays of _INPUTS and _STATE -> arrays of _STATE."""
-    from .registers import Int, MosaicMachine
+    from .registers import kernel_function
 
-    def body(*refs):
-        block = [lax.axis_index(name) for name in ("sequence", "head", "kind")]
-        splat = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(splat,) * 3 + (plgpu.RefType(),) * len(refs), return_type=())
-        def emit(_, *operands):
-            indices = tuple(Int(x.registers.item()) for x in operands[:3])
-            *arrays, shared = operands[3:]
-            append_body(MosaicMachine(shared), shape, indices, dict(zip(_INPUTS + _STATE, arrays)))
-            return ()
-
-        emit(*block, *refs)
-
+    axes = ("sequence", "head", "kind")
+    body = kernel_function(lambda m, block, refs: append_body(m, shape, block, refs), _INPUTS + _STATE, axes)
     kernel = plgpu.kernel(
         body,
         grid=(shape.batch, shape.quantize.heads, len(KINDS)),
-        grid_names=("sequence", "head", "kind"),
+        grid_names=axes,
         num_threads=1,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shape.quantize.shared_bytes // 4,), jnp.int32)],

@@ -34,8 +34,7 @@ HEAD_DIMS = (64, 128, 256)
 WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
-# Columns of one product: few enough that all sums, operands and results stay in registers.
-COLUMNS = {64: 64, 128: 64, 256: 64}
+COLUMNS = 64  # of one product: few enough that all sums, operands and results stay in registers
 HIGH, LOW = 0, 1  # limbs
 
 _SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
@@ -459,7 +458,6 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
     be what the middle products are added to: two sums at a time instead of three.
     """
     steps = shape.head_dim // 32
-    columns = COLUMNS[shape.head_dim]
     size = len(limbs[0])
     limbs = m.wgmma_fence([*limbs[0], *limbs[1]])
     a_limbs = (limbs[:size], limbs[size:])
@@ -470,16 +468,16 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
         for s in range(steps):
             address = m.shared_base + operand_offset(shape.head_dim, b, s, tile)
             words = a_limbs[a][4 * s : 4 * s + 4]
-            total = m.wgmma_s8(words, address, total, columns=columns, unsigned_a=True)
+            total = m.wgmma_s8(words, address, total, columns=COLUMNS, unsigned_a=True)
         return total
 
-    for tile in range(0, shape.head_dim // 8, columns // 8):
+    for tile in range(0, shape.head_dim // 8, COLUMNS // 8):
         outer = product(tile, HIGH, HIGH) + product(tile, LOW, LOW)
         offset = shape.transform_bytes + 8 * tile
-        correction = [w for n in range(0, columns, 16) for w in m.load_shared(corrections, 4, offset + n)]
+        correction = [w for n in range(0, COLUMNS, 16) for w in m.load_shared(corrections, 4, offset + n)]
         outer = m.wgmma_wait(outer)
         total = []
-        for i, (high, low) in enumerate(zip(outer[: columns // 2], outer[columns // 2 :])):
+        for i, (high, low) in enumerate(zip(outer[: COLUMNS // 2], outer[COLUMNS // 2 :])):
             low = low.sar(fmt.LIMB_BITS) + correction[i >> 2 << 1 | i & 1]
             total.append((high << fmt.LIMB_BITS) + low)
         total = m.wgmma_fence(total)

@@ -563,6 +563,28 @@ def _store_form(count: int, offset: int) -> str:
     return values[count].format(a=f"$0+{offset}")
 
 
+def kernel_function(body: Callable[..., None], names: Sequence[str], axes: Sequence[str]) -> Callable:
+    """`body(machine, block, arrays)` as a function of references, for `plgpu.kernel`.
+
+    `block` is the position on the grid's `axes`, `arrays` all references by name; shared memory comes last.
+    """
+
+    def kernel(*refs):
+        block = [lax.axis_index(axis) for axis in axes]
+        splat = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(splat,) * len(axes) + (plgpu.RefType(),) * len(refs), return_type=())
+        def emit(_, *operands):
+            place = tuple(Int(x.registers.item()) for x in operands[: len(axes)])
+            *arrays, shared = operands[len(axes) :]
+            body(MosaicMachine(shared), place, dict(zip(names, arrays)))
+            return ()
+
+        emit(*block, *refs)
+
+    return kernel
+
+
 def compiled_kernel(
     body: Callable[..., None],
     inputs: Sequence[str],
@@ -578,23 +600,8 @@ def compiled_kernel(
     axes of a launch, the last of which runs fastest; `block` is the position on them, `arrays` all arrays by
     name. `warps` is a multiple of 4.
     """
-    names = (*inputs, *outputs)
-
-    def kernel(*refs):
-        block = [lax.axis_index(axis) for axis in grid]
-        splat = plgpu.Layout.WG_SPLAT(())
-
-        @plgpu.inline_mgpu(arg_types=(splat,) * len(grid) + (plgpu.RefType(),) * len(refs), return_type=())
-        def emit(_, *operands):
-            place = tuple(Int(x.registers.item()) for x in operands[: len(grid)])
-            *arrays, shared = operands[len(grid) :]
-            body(MosaicMachine(shared), place, dict(zip(names, arrays)))
-            return ()
-
-        emit(*block, *refs)
-
     launch = plgpu.kernel(
-        kernel,
+        kernel_function(body, (*inputs, *outputs), tuple(grid)),
         out_type=tuple(outputs.values()),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
