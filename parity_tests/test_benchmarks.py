@@ -52,8 +52,8 @@ def test_torch_page_names_kernels_and_batch(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("triton")
     script = load_script("bench_attention_torch", monkeypatch)
     rows = [
-        script.Row("decode", "BF16 FlashAttention", 8, 4096, 60.0, 50.0),
-        script.Row("decode", "INT2 triton", 8, 4096, 10.0, 8.0, 60.0),
+        script.Row("qwen3-8b", "decode", "BF16 FlashAttention", 8, 4096, 60.0, 50.0),
+        script.Row("qwen3-8b", "decode", "INT2 triton", 8, 4096, 10.0, 8.0, 60.0),
     ]
     page = script.to_markdown(
         {
@@ -64,6 +64,6 @@ def test_torch_page_names_kernels_and_batch(monkeypatch: pytest.MonkeyPatch) -> 
         }
     )
     assert "bfloat16" in page and "some GPU" in page
-    assert "| decode | BF16 FlashAttention | 8 | 4096 | 60.0 | 50.0 | 1.20 × |  |" in page
-    assert "| decode | INT2 triton | 8 | 4096 | 10.0 | 8.0 | 1.25 × | 6.00 × |" in page
+    assert "| qwen3-8b | decode | BF16 FlashAttention | 8 | 4096 | 60.0 | 50.0 | 1.20 × |  |" in page
+    assert "| qwen3-8b | decode | INT2 triton | 8 | 4096 | 10.0 | 8.0 | 1.25 × | 6.00 × |" in page
     assert "Not measured: gluon: compute capability 8.0" in page

@@ -1,22 +1,24 @@
 """INT2 attention and cache writing in Torch against the BF16 kernels and the floor of the memory, in one run.
 
-    python scripts/bench_attention_torch.py --out results [--shapes 1x102400,8x102400,32x32768]
+    python scripts/bench_attention_torch.py --out results            # the telling cases
+    python scripts/bench_attention_torch.py --out results --full     # every model, batch and length
 
-One layer of Qwen3-8B's shape: 32 query heads, 8 key/value heads, head_dim 128. Every time is the median of
-CUDA-graph replays with a cold L2 (microseconds). The floor is the bytes a kernel must read, at the bandwidth
-that a device-to-device copy reaches in the same run. Random codes: speed does not depend on them. Each INT2
-kernel is first compared with the float32 reference on a short cache; no time is reported for a wrong one.
+One layer at a time. Every time is the median of CUDA-graph replays with a cold L2 (microseconds). The floor
+is the bytes a kernel must read, at the bandwidth that a device-to-device copy reaches in the same run.
+Random codes: speed does not depend on them. Each INT2 kernel is first compared with the float32 reference on
+a short cache; no time is reported for a wrong one. The results are written after every case.
 """
 
 import argparse
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,25 @@ from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotation import LayerRotation
 from oscar_torch.triton_kernels import prefill_triton, quantize_triton
 
-HEADS, GROUP, HEAD_DIM = 8, 4, 128
-SCALE = HEAD_DIM**-0.5
-CONFIG = CacheConfig(HEADS, HEADS * GROUP, HEAD_DIM)
+MODELS = {  # name -> attention of one layer: key/value heads, query heads, head_dim
+    "qwen3-8b": CacheConfig(8, 32, 128),
+    "qwen3-32b": CacheConfig(8, 64, 128),
+    "llama3-8b": CacheConfig(8, 32, 128),
+    "gemma3-4b": CacheConfig(4, 8, 256),
+    "qwen2.5-0.5b": CacheConfig(2, 14, 64),
+}
+TELLING = (  # (model, batch, length)
+    ("qwen3-8b", 8, 102_400),
+    ("qwen3-8b", 1, 102_400),
+    ("qwen3-8b", 32, 32_768),
+    ("qwen3-32b", 8, 32_768),
+    ("gemma3-4b", 8, 32_768),
+    ("qwen2.5-0.5b", 8, 32_768),
+)
+BATCHES, LENGTHS = (1, 8, 32), (4096, 32_768, 102_400)
 TOLERANCE = 3e-3
-SHAPES = ((1, 102_400), (8, 102_400), (32, 32_768))
+APPEND_LAYERS = 8  # stored into by one graph, as in a decoder: they share its launch
+WRITE_BYTES = 1 << 30  # of BF16 keys and values
 BASELINES = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
 
@@ -45,135 +61,183 @@ BASELINES = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.F
 class Row:
     """One line of the results; `floor` and `baseline` are microseconds in the same run."""
 
+    model: str
     task: str
     kernel: str
     batch: int
     length: int
     microseconds: float
-    floor: float
+    floor: float | None = None
     baseline: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What every measurement of one model needs."""
+
+    model: str
+    config: CacheConfig
+    rotation: LayerRotation
+    bandwidth: float
+    repetitions: int
+
+    @property
+    def scale(self) -> float:
+        return self.config.head_dim**-0.5
+
+    def floor(self, size: int) -> float:
+        """Microseconds that a copy takes to move `size` bytes."""
+        return size / self.bandwidth * 1e6
 
 
 def main() -> None:
     """Parses the arguments, measures, writes attention-torch-<gpu>.{json,md,png}."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument(
-        "--shapes", default=",".join(f"{b}x{s}" for b, s in SHAPES), help="batch x length, ..."
-    )
+    parser.add_argument("--full", action="store_true", help="all --models x --batches x --lengths")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--repetitions", type=int, default=30, help="replays of every measurement")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
-    shapes = [tuple(int(n) for n in shape.split("x")) for shape in options.shapes.split(",")]
-    result: dict[str, Any] = {"command": shlex.join([Path(sys.executable).name, *sys.argv])}
-    result |= measure(shapes, options.repetitions)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"attention-torch-{result['gpu'].lower().replace(' ', '-')}"
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    gpu = torch.cuda.get_device_name()
+    path = options.out / f"attention-torch-{gpu.lower().replace(' ', '-')}"
+    bandwidth = copy_bandwidth()
+    result: dict[str, Any] = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": "query bf16; INT2 codes with bf16 scales, means and windows, or a bf16 cache",
+        "repetitions": options.repetitions,
+        "copy_bandwidth_tb_s": bandwidth / 1e12,
+        "not_measured": {},
+        "rows": [],
+    }
+    for rows in measure(options, bandwidth, result["not_measured"]):
+        result["rows"] += [dataclasses.asdict(row) for row in rows]
+        for row in rows:
+            print(
+                f"{row.model} {row.task} {row.kernel} {row.batch} x {row.length}: {row.microseconds:.1f} us"
+            )
+        path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(to_markdown(result))
     plot(result, path.with_suffix(".png"))
     print(to_markdown(result))
 
 
-def measure(shapes: list[Any], repetitions: int) -> dict[str, Any]:
-    """Everything, as JSON-ready values; `repetitions` of every measurement."""
+def measure(options: argparse.Namespace, bandwidth: float, wrong: dict[str, str]) -> Iterator[list[Row]]:
+    """The rows of one case after the other; `wrong` receives the kernels that may not be timed."""
     torch.manual_seed(0)
-    rotation = random_rotation()
-    wrong = {name: error for name in ("gluon", "triton") if (error := check(name, rotation))}
-    bandwidth = copy_bandwidth()
-    rows: list[Row] = []
-    for batch, length in shapes:
-        rows += bench_decode(batch, length, rotation, bandwidth, repetitions, wrong)
+    cases = itertools.product(options.models, options.batches, options.lengths) if options.full else TELLING
+    benches: dict[str, Bench] = {}
+    for model, batch, length in cases:
+        if model not in benches:
+            config = MODELS[model]
+            bench = Bench(model, config, random_rotation(config), bandwidth, options.repetitions)
+            benches[model] = bench
+            for name in ("gluon", "triton"):
+                if error := check(name, bench):
+                    wrong[f"{model} {name}"] = error
+        yield bench_decode(benches[model], batch, length, wrong)
         torch.cuda.empty_cache()
-    rows += bench_launch(repetitions)
-    rows += bench_write(rotation, bandwidth, repetitions)
-    rows += bench_chunk(rotation, bandwidth, repetitions)
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dtype": "query bf16; INT2 codes with bf16 scales, means and windows, or a bf16 cache",
-        "repetitions": repetitions,
-        "copy_bandwidth_tb_s": bandwidth / 1e12,
-        "not_measured": wrong,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+    for bench in benches.values():
+        yield bench_write(bench)
+        torch.cuda.empty_cache()
+        if bench.model == "qwen3-8b":
+            for batch in options.batches:
+                yield bench_append(bench, batch)
+            yield bench_chunk(bench)
 
 
-def check(implementation: str, rotation: LayerRotation) -> str | None:
+def check(implementation: str, bench: Bench) -> str | None:
     """Why an implementation may not be timed here, or None: its error on a short ragged cache."""
-    cache = random_cache(3, 5000)
+    config = bench.config
+    cache = random_cache(config, 3, 5000)
     cache.lengths.copy_(torch.tensor([5000, 700, 64]))
-    cache.history_pages.copy_(torch.tensor([CONFIG.history_pages(int(n)) for n in cache.lengths]))
-    query = torch.randn(3, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    want = attention.decode_attention(query, cache, rotation, scale=SCALE)
+    cache.history_pages.copy_(torch.tensor([config.history_pages(int(n)) for n in cache.lengths]))
+    query = torch.randn(3, config.num_query_heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
+    want = attention.decode_attention(query, cache, bench.rotation, scale=bench.scale)
     try:
-        got = ops.decode_attention(query, cache, rotation, scale=SCALE, implementation=implementation)
+        got = ops.decode_attention(
+            query, cache, bench.rotation, scale=bench.scale, implementation=implementation
+        )
     except NotImplementedError as reason:
         return str(reason)
     error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
     return None if error <= TOLERANCE else f"relative error {error:.2e}"
 
 
-def bench_decode(
-    batch: int,
-    length: int,
-    rotation: LayerRotation,
-    bandwidth: float,
-    repetitions: int,
-    wrong: dict[str, str],
-) -> list[Row]:
-    """One-token attention: INT2 kernels, BF16 kernels, and appending the token."""
-    query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    floor = batch * length * HEADS * HEAD_DIM * 4 / bandwidth * 1e6
-    best, rows = bench_bf16(query, length, floor, repetitions)
-    cache = random_cache(batch, length)
-    floor = int2_bytes(batch, length) / bandwidth * 1e6
+def bench_decode(bench: Bench, batch: int, length: int, wrong: dict[str, str]) -> list[Row]:
+    """One-token attention: BF16 kernels and INT2 kernels."""
+    config = bench.config
+    query = torch.randn(batch, config.num_query_heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
+    rows = bench_bf16(bench, query, length)
+    best = min(row.microseconds for row in rows)
+    torch.cuda.empty_cache()
+    cache = random_cache(config, batch, length)
+    floor = bench.floor(int2_bytes(config, batch, length))
     for name in ("gluon", "triton"):
-        if name not in wrong:
+        if f"{bench.model} {name}" not in wrong:
             call = functools.partial(
-                ops.decode_attention, query, cache, rotation, scale=SCALE, implementation=name
+                ops.decode_attention, query, cache, bench.rotation, scale=bench.scale, implementation=name
             )
-            time = graph_time(call, repetitions)
-            rows.append(Row("decode", f"INT2 {name}", batch, length, time, floor, best))
-    key = torch.randn(batch, 1, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    one = torch.ones(batch, dtype=torch.int32, device="cuda")
-    written = batch * 2 * HEADS * HEAD_DIM * 2 / bandwidth * 1e6
-    history = CONFIG.history_pages(length) - 1
-    due = (CONFIG.window_slots + history) * PAGE_TOKENS - 1  # the next token completes a page
-    times = []
-    for name, stored in (("append", due - 32), ("append that flushes", due)):
-
-        def reset(stored: int = stored) -> None:
-            cache.lengths.fill_(stored)
-            cache.history_pages.fill_(history)
-
-        call = functools.partial(quantize_triton.append_token, cache, rotation, key, key, one)
-        times.append(graph_time(call, repetitions, reset))
-        rows.append(Row(name, "INT2 triton", batch, length, times[-1], written))
-    amortized = ((PAGE_TOKENS - 1) * times[0] + times[1]) / PAGE_TOKENS
-    rows.append(Row("append, amortized", "INT2 triton", batch, length, amortized, written))
+            time = graph_time(call, bench.repetitions)
+            rows.append(Row(bench.model, "decode", f"INT2 {name}", batch, length, time, floor, best))
     return rows
 
 
-def bench_bf16(query: torch.Tensor, length: int, floor: float, repetitions: int) -> tuple[float, list[Row]]:
-    """The BF16 kernels that Torch offers, and FlashInfer where installed; the best time and all rows."""
-    batch = query.shape[0]
-    shape = (batch, HEADS, length, HEAD_DIM)
+def bench_append(bench: Bench, batch: int) -> list[Row]:
+    """Storing one token of every sequence into one layer: a graph stores into APPEND_LAYERS of them."""
+    config, length = bench.config, 1024
+    caches = [random_cache(config, batch, length + 3 * PAGE_TOKENS) for _ in range(APPEND_LAYERS)]
+    rows = torch.randn(batch, 1, config.num_key_value_heads, config.head_dim, device="cuda").bfloat16()
+    one = torch.ones(batch, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        for cache in caches:
+            quantize_triton.append_token(cache, bench.rotation, rows, rows, one)
+
+    def reset(tokens: list[int]) -> None:
+        for cache in caches:
+            cache.lengths.copy_(torch.tensor(tokens))
+            cache.history_pages.copy_(torch.tensor([config.history_pages(n) for n in tokens]))
+
+    # A multiple of the page has just flushed; spread lengths let the sequences flush one after the other.
+    spread = [length + b % PAGE_TOKENS for b in range(batch)]
+    cases = (
+        ("append, 64 steps, each sequence flushes once", spread, PAGE_TOKENS),
+        ("append, no sequence flushes", [length + PAGE_TOKENS // 2] * batch, 1),
+        ("append, every sequence flushes", [length - 1] * batch, 1),
+    )
+    result = []
+    for task, tokens, steps in cases:
+        time = graph_time(step, bench.repetitions, functools.partial(reset, tokens), steps) / APPEND_LAYERS
+        result.append(Row(bench.model, task, "INT2 triton", batch, 1, time))
+    return result
+
+
+def bench_bf16(bench: Bench, query: torch.Tensor, length: int) -> list[Row]:
+    """The BF16 kernels that Torch offers, and FlashInfer where installed."""
+    config, batch = bench.config, query.shape[0]
+    shape = (batch, config.num_key_value_heads, length, config.head_dim)
     key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    one_token = query.view(batch, HEADS * GROUP, 1, HEAD_DIM)
+    floor = bench.floor(key.nbytes + value.nbytes)
+    one_token = query.view(batch, config.num_query_heads, 1, config.head_dim)
     rows = []
     for name, backend in BASELINES.items():
         try:
             with sdpa_kernel([backend]):
                 call = functools.partial(scaled_dot_product_attention, one_token, key, value, enable_gqa=True)
-                time = graph_time(call, repetitions)
+                time = graph_time(call, bench.repetitions)
         except RuntimeError as reason:
             print(f"{name}: {reason}")
             continue
-        rows.append(Row("decode", f"BF16 {name}", batch, length, time, floor))
+        rows.append(Row(bench.model, "decode", f"BF16 {name}", batch, length, time, floor))
     try:
         import flashinfer  # type: ignore[import-not-found]
     except ImportError:
@@ -182,22 +246,16 @@ def bench_bf16(query: torch.Tensor, length: int, floor: float, repetitions: int)
         if batch == 1:
             decode = flashinfer.single_decode_with_kv_cache
             call = functools.partial(decode, query[0], key[0], value[0], kv_layout="HND")
-            time = graph_time(call, repetitions)
-            rows.append(Row("decode", "BF16 FlashInfer", batch, length, time, floor))
-    return min(row.microseconds for row in rows), rows
+            time = graph_time(call, bench.repetitions)
+            rows.append(Row(bench.model, "decode", "BF16 FlashInfer", batch, length, time, floor))
+    return rows
 
 
-def bench_launch(repetitions: int) -> list[Row]:
-    """What a CUDA graph with one trivial kernel takes here: no append can take less."""
-    number = torch.zeros(1, device="cuda")
-    time = graph_time(number.zero_, repetitions)
-    return [Row("launch alone", "sets one number", 1, 1, time, time)]
-
-
-def bench_write(rotation: LayerRotation, bandwidth: float, repetitions: int) -> list[Row]:
-    """Quantizing prefill rows: 262 144 tokens of keys, of values, and of both in one launch."""
-    pages = 4096
-    shape = (pages, PAGE_TOKENS, HEADS, HEAD_DIM)
+def bench_write(bench: Bench) -> list[Row]:
+    """Quantizing prefill rows: of keys, of values, and of both in one launch."""
+    heads, head_dim, rotation = bench.config.num_key_value_heads, bench.config.head_dim, bench.rotation
+    pages = WRITE_BYTES // (4 * PAGE_TOKENS * heads * head_dim)
+    shape = (pages, PAGE_TOKENS, heads, head_dim)
     key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def keys() -> Any:
@@ -215,39 +273,59 @@ def bench_write(rotation: LayerRotation, bandwidth: float, repetitions: int) -> 
     cases = (("keys", keys, (key,)), ("values", values, (value,)), ("both", both, (key, value)))
     for role, call, read in cases:
         moved = sum(array.nbytes for array in (*read, *call()))
-        time = median_time(call, repetitions)
+        time = median_time(call, bench.repetitions)
         result.append(
-            Row(f"quantize {role}", "INT2 triton", 1, pages * PAGE_TOKENS, time, moved / bandwidth * 1e6)
+            Row(
+                bench.model,
+                f"quantize {role}",
+                "INT2 triton",
+                1,
+                pages * PAGE_TOKENS,
+                time,
+                bench.floor(moved),
+            )
         )
     return result
 
 
-def bench_chunk(rotation: LayerRotation, bandwidth: float, repetitions: int) -> list[Row]:
+def bench_chunk(bench: Bench) -> list[Row]:
     """A chunk of 512 queries over a stored prompt, against FlashAttention over the same keys in BF16."""
-    tokens, length = 512, 32_768
-    cache = random_cache(1, length)
-    query = torch.randn(1, tokens, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    key = torch.randn(1, tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    tokens, length, config = 512, 32_768, bench.config
+    heads, query_heads, head_dim = config.num_key_value_heads, config.num_query_heads, config.head_dim
+    cache = random_cache(config, 1, length)
+    query = torch.randn(1, tokens, query_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    key = torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     counts = torch.tensor([tokens], dtype=torch.int32, device="cuda")
-    options = {"new_lengths": counts, "scale": SCALE}
-    call = functools.partial(prefill_triton.chunk_attention, query, key, key, cache, rotation, **options)
-    time = median_time(call, repetitions)
-    stored = torch.randn(1, HEADS * GROUP, length + tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    options = {"new_lengths": counts, "scale": bench.scale}
+    call = functools.partial(
+        prefill_triton.chunk_attention, query, key, key, cache, bench.rotation, **options
+    )
+    time = median_time(call, bench.repetitions)
+    stored = torch.randn(1, query_heads, length + tokens, head_dim, device="cuda", dtype=torch.bfloat16)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         dense = functools.partial(scaled_dot_product_attention, query.transpose(1, 2), stored, stored)
-        baseline = median_time(dense, repetitions)
-    floor = int2_bytes(1, length) / bandwidth * 1e6
-    return [Row(f"chunk of {tokens}", "INT2 triton", 1, length, time, floor, baseline)]
+        baseline = median_time(dense, bench.repetitions)
+    floor = bench.floor(int2_bytes(config, 1, length))
+    return [Row(bench.model, f"chunk of {tokens}", "INT2 triton", 1, length, time, floor, baseline)]
 
 
-def graph_time(call: Callable[[], Any], repetitions: int, before: Callable[[], Any] | None = None) -> float:
-    """`median_time` of a CUDA-graph replay."""
+def graph_time(
+    call: Callable[[], Any], repetitions: int, before: Callable[[], Any] | None = None, replays: int = 1
+) -> float:
+    """`median_time` of a CUDA-graph replay, the mean of `replays` in a row."""
+    if before is not None:
+        before()
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return median_time(graph.replay, repetitions, before)
+
+    def replay() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return median_time(replay, repetitions, before) / replays
 
 
 def median_time(call: Callable[[], Any], repetitions: int, before: Callable[[], Any] | None = None) -> float:
@@ -272,16 +350,17 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (median_time(lambda: target.copy_(source), 30) * 1e-6)
 
 
-def int2_bytes(batch: int, length: int) -> int:
+def int2_bytes(config: CacheConfig, batch: int, length: int) -> int:
     """Bytes that one-token attention must read: INT2 pages and the rows of the windows."""
-    pages = CONFIG.history_pages(length)
-    window = (length - pages * PAGE_TOKENS) * window_page_bytes(HEAD_DIM) // PAGE_TOKENS
-    return batch * HEADS * (pages * int2_page_bytes(HEAD_DIM) + window)
+    pages = config.history_pages(length)
+    rows = length - pages * PAGE_TOKENS
+    window = rows * window_page_bytes(config.head_dim) // PAGE_TOKENS
+    return batch * config.num_key_value_heads * (pages * int2_page_bytes(config.head_dim) + window)
 
 
-def random_cache(batch: int, length: int) -> LayerCache:
+def random_cache(config: CacheConfig, batch: int, length: int) -> LayerCache:
     """A full cache of random codes, scales and rows, its pages in random order."""
-    cache = allocate_layer_cache(CONFIG, batch, length, device="cuda")
+    cache = allocate_layer_cache(config, batch, length, device="cuda")
     for codes in (cache.key_codes, cache.value_codes):
         codes.random_(-(2**31), 2**31 - 1)
     for scale in (cache.key_scale, cache.value_scale):
@@ -291,19 +370,20 @@ def random_cache(batch: int, length: int) -> LayerCache:
     order = 1 + torch.randperm(cache.key_codes.shape[0] - 1, device="cuda")
     cache.page_table.copy_(order[: cache.page_table.numel()].view_as(cache.page_table))
     cache.lengths.fill_(length)
-    cache.history_pages.fill_(CONFIG.history_pages(length))
+    cache.history_pages.fill_(config.history_pages(length))
     return cache
 
 
-def random_rotation() -> LayerRotation:
+def random_rotation(config: CacheConfig) -> LayerRotation:
     """Orthogonal matrices, one per key/value head, in the format's fixed point."""
+    heads, head_dim = config.num_key_value_heads, config.head_dim
     fixed = []
     for _ in range(2):
-        matrix = torch.linalg.qr(torch.randn(HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float64)).Q
+        matrix = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, dtype=torch.float64)).Q
         fixed.append((matrix * 2**14).round())
     key_inverse, value_inverse = (torch.linalg.inv(matrix / 2**14) for matrix in fixed)
-    mean = torch.randn(HEADS, HEAD_DIM)
-    multiplier = torch.full((HEADS,), 371, dtype=torch.int32)
+    mean = torch.randn(heads, head_dim)
+    multiplier = torch.full((heads,), 371, dtype=torch.int32)
     fields = {
         "key_transform": fixed[0].to(torch.int16),
         "query_transform": key_inverse.mT.contiguous().float(),
@@ -323,45 +403,49 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"# Attention and cache writing in Torch, {result['gpu']}",
         "",
         f"{result['created']}, Torch {result['torch']}, Triton {result['triton']}, copy bandwidth "
-        f"{result['copy_bandwidth_tb_s']:.2f} TB/s. {HEADS * GROUP} query heads, {HEADS} key/value heads, "
-        f"head_dim {HEAD_DIM}; queries and BF16 rows in bfloat16; microseconds, median, cold L2, decode as "
-        "CUDA graphs. "
-        f"`{result['command']}`",
+        f"{result['copy_bandwidth_tb_s']:.2f} TB/s. Queries and BF16 rows in bfloat16; microseconds, median, "
+        "cold L2, decode as CUDA graphs; appends: one layer of a graph that stores into "
+        f"{APPEND_LAYERS}. `{result['command']}`",
         "",
-        "| task | kernel | batch | length | µs | floor µs | of the floor | against the best BF16 |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| model | task | kernel | batch | length | µs | floor µs | of the floor | against the best BF16 |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         time, floor, baseline = row["microseconds"], row["floor"], row["baseline"]
         speedup = f"{baseline / time:.2f} ×" if baseline else ""
+        share = (f"{floor:.1f}", f"{time / floor:.2f} ×") if floor else ("", "")
         lines.append(
-            f"| {row['task']} | {row['kernel']} | {row['batch']} | {row['length']} | {time:.1f} "
-            f"| {floor:.1f} | {time / floor:.2f} × | {speedup} |"
+            f"| {row['model']} | {row['task']} | {row['kernel']} | {row['batch']} | {row['length']} "
+            f"| {time:.1f} | {share[0]} | {share[1]} | {speedup} |"
         )
     lines += [f"\nNot measured: {name}: {reason}" for name, reason in result["not_measured"].items()]
     return "\n".join(lines) + "\n"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars of the decode times, one group per shape, with the floor of the INT2 cache as a line."""
+    """Bars of the decode times of the telling cases, with the floor of the INT2 cache as a line."""
     try:
         from matplotlib import pyplot
     except ImportError:
         print(f"{path.name} not drawn: matplotlib is not installed")
         return
-    rows = [row for row in result["rows"] if row["task"] == "decode"]
-    shapes = list(dict.fromkeys((row["batch"], row["length"]) for row in rows))
-    figure, all_axes = pyplot.subplots(1, len(shapes), figsize=(4 * len(shapes), 4), squeeze=False)
-    for axes, shape in zip(all_axes[0], shapes, strict=True):
-        here = [row for row in rows if (row["batch"], row["length"]) == shape]
-        bars = axes.bar(
-            [row["kernel"].replace(" ", "\n") for row in here], [row["microseconds"] for row in here]
-        )
+    measured: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = (row["model"], row["batch"], row["length"])
+        if row["task"] == "decode" and case in TELLING:
+            measured.setdefault(case, []).append(row)
+    if not measured:
+        return
+    figure, all_axes = pyplot.subplots(1, len(measured), figsize=(3.2 * len(measured), 4), squeeze=False)
+    for axes, (case, rows) in zip(all_axes[0], measured.items(), strict=True):
+        names = [row["kernel"].replace(" ", "\n") for row in rows]
+        bars = axes.bar(names, [row["microseconds"] for row in rows])
         axes.bar_label(bars, fmt="%.0f")
-        axes.axhline(min(row["floor"] for row in here), color="black", linestyle=":", label="floor of INT2")
-        axes.set_title(f"batch {shape[0]}, {shape[1]} tokens")
+        axes.axhline(min(row["floor"] for row in rows), color="black", linestyle=":", label="floor of INT2")
+        axes.set_title("{}, batch {},\n{} tokens".format(*case), fontsize=9)
+        axes.tick_params(axis="x", labelsize=6)
         axes.set_ylabel("µs")
-        axes.legend()
+        axes.legend(fontsize=7)
     figure.suptitle(f"One-token attention in Torch {result['torch']}, {result['gpu']}")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
