@@ -1,9 +1,10 @@
-"""Keys and values of a real model, captured for the parity report.
+"""Queries, keys and values of a real model, captured for the parity report and the GPU tests.
 
     python -m parity_tests.capture_rows --model gemma3-270m --text FILE --out rows.npz [--tokens 4096]
     python -m parity_tests.report --real-rows rows.npz --out DIR
 
-`rows.npz` holds `key` and `value` uint16 [layers, T, K, D] (bf16 bits; T a multiple of 64) and `model`.
+`rows.npz` holds `key` and `value` uint16 [layers, T, K, D] (bf16 bits; T a multiple of 64), `query` uint16
+[layers, N, D] of the last of these T tokens, and `model`.
 """
 
 import argparse
@@ -40,13 +41,14 @@ def capture_rows(model_name: str, files: Sequence[str], count: int) -> tuple[Any
 
 
 def save_rows(path: Path, model_id: str, captured: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
-    """Writes whole pages of the captured keys and values; returns the shape [layers, T, K, D]."""
+    """Writes whole pages of the captured keys and values and the last query; returns [layers, T, K, D]."""
     import jax.numpy as jnp
 
     arrays = {}
-    for name, index in (("key", 1), ("value", 2)):
+    for index, name in enumerate(("query", "key", "value")):
         rows = np.stack([np.asarray(layer[index][0].astype(jnp.bfloat16)) for layer in captured])
         arrays[name] = rows[:, : rows.shape[1] // PAGE * PAGE].view(np.uint16)
+    arrays["query"] = arrays["query"][:, -1]
     np.savez_compressed(path, model=np.array(model_id), **arrays)  # pyright: ignore[reportArgumentType]
     return arrays["key"].shape
 

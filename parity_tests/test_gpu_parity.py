@@ -2,8 +2,10 @@
 
 Cache arrays cross by DLPack, on the device, without a copy. The Torch side writes with the Triton kernels,
 the JAX side with the best it has on this device (Mosaic on Hopper, XLA elsewhere) and with XLA.
+With OSCAR_REAL_ROWS naming a file of `capture_rows.py`, rows of a real model are stored and read as well.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -48,13 +50,18 @@ def new_rows(rng: np.random.Generator, tokens: int, family: Any = rows.mixed_row
 class Pair:
     """The same cache in both packages."""
 
-    def __init__(self, jax_implementation: str | None, torch_implementation: str | None):
+    def __init__(
+        self,
+        jax_implementation: str | None,
+        torch_implementation: str | None,
+        heads: int = HEADS,
+        head_dim: int = HEAD_DIM,
+        query_heads: int = HEADS * GROUP,
+    ):
         self.implementations = {"jax": jax_implementation, "torch": torch_implementation}
-        rotation = rows.make_rotation(np.random.default_rng(7), HEADS, HEAD_DIM)
+        rotation = rows.make_rotation(np.random.default_rng(7), heads, head_dim)
         self.caches = {
-            name: PackageCache(
-                framework, rotation, len(LENGTHS), MAX_LENGTH, "gpu", query_heads=HEADS * GROUP
-            )
+            name: PackageCache(framework, rotation, len(LENGTHS), MAX_LENGTH, "gpu", query_heads=query_heads)
             for name, framework in FRAMEWORKS.items()
         }
 
@@ -155,6 +162,38 @@ class TestExchange:
             )
             error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
             assert error.max() <= TOLERANCE, f"{implementation}: {error.max():.2e}"
+
+
+class TestRealRows:
+    """Keys and values captured from a model: its layers stand for the sequences of the batch."""
+
+    @pytest.fixture
+    def stored(self) -> tuple[Pair, np.ndarray]:
+        """The filled caches, and every layer's last query [B, N, D]."""
+        if not (path := os.environ.get("OSCAR_REAL_ROWS")):
+            pytest.skip("OSCAR_REAL_ROWS names no file of `python -m parity_tests.capture_rows`")
+        with np.load(path) as file:
+            key, value = (file[role][-len(LENGTHS) :, : max(LENGTHS)] for role in ("key", "value"))
+            query = oracle.from_bfloat16(file["query"][-len(LENGTHS) :])
+        heads, head_dim = key.shape[2:]
+        pair = Pair(None, "triton", heads, head_dim, query.shape[1])
+        pair.append(key, value, LENGTHS)
+        return pair, query.astype(np.float32)
+
+    def test_bytes(self, stored: tuple[Pair, np.ndarray]) -> None:
+        assert stored[0].differences() == []
+
+    @pytest.mark.parametrize(
+        ("package", "implementation"), [("jax", None), ("torch", None), ("torch", "triton")], ids=str
+    )
+    def test_decode(self, stored: tuple[Pair, np.ndarray], package: str, implementation: str | None) -> None:
+        """Every kernel against the reference on the same cache."""
+        pair, query = stored
+        cache, scale = pair.caches[package], query.shape[-1] ** -0.5
+        want = cache.decode_attention(query, scale=scale)
+        got = cache.decode_attention(query, scale=scale, module="ops", implementation=implementation)
+        error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+        assert error.max() <= TOLERANCE, f"{error.max():.2e}"
 
 
 def _rotation(cache: PackageCache) -> dict[str, np.ndarray]:
