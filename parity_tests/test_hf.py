@@ -282,10 +282,16 @@ def test_left_padded_batch_equals_single_runs(family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", [None, "triton"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_kernels_on_the_gpu_equal_the_reference_there(family, implementation):
-    """A ragged batch through the kernels and through plain Torch: same tokens; same bytes in layer 0."""
-    model = make_model(family, head_dim=64).to("cuda")
+    """A ragged batch through the kernels and through plain Torch: same tokens, same bytes.
+
+    With one layer, because a second one would quantize what two attention kernels rounded differently.
+    """
+    changes = {"num_hidden_layers": 1, "head_dim": 64}
+    if family == "gpt_oss":  # attention sinks
+        changes["layer_types"] = ["full_attention"]
+    model = make_model(family, **changes).to("cuda")
     ids, mask = (x.to("cuda") for x in left_padded(prompts(70, 450)))
     runs, caches = [], []
     for name in ("eager", implementation):
@@ -294,11 +300,10 @@ def test_kernels_on_the_gpu_equal_the_reference_there(family, implementation):
     want, got = runs
     assert torch.equal(want.sequences, got.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=0.05, rtol=0.01)
-    paged = next(i for i, layer in enumerate(caches[0].layers) if isinstance(layer.store, LayerCache))
-    assert caches[0].layers[paged].store.history_pages.tolist() == [0, 3]
-    if paged == 0:  # what a later layer stores has been through another kernel's attention
-        for b in range(2):
-            assert_same(stored(caches[0].layers[0], b), stored(caches[1].layers[0], b))
+    (first,), (second,) = (cache.layers for cache in caches)
+    assert first.store.history_pages.tolist() == [0, 3]
+    for b in range(2):
+        assert_same(stored(first, b), stored(second, b))
 
 
 def test_a_neighbour_changes_no_byte():
