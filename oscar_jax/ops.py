@@ -52,11 +52,17 @@ def append_token(
 def decode_attention(
     query: jax.Array, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> jax.Array:
-    """`attention.decode_attention` by the chosen implementation; float32 [B, N, D]."""
+    """`attention.decode_attention` by the chosen implementation; float32 [B, N, D].
+
+    Of a query in another dtype the result is rounded to that dtype.
+    """
     kernel = None
     if isinstance(cache, LayerCache):
-        kernel = lambda: _mosaic("decode_mosaic_gpu").decode_attention  # noqa: E731
-    return _choose(implementation, kernel, attention.decode_attention, query, cache, rotation, **options)
+        kernel = lambda: functools.partial(  # noqa: E731
+            _mosaic("decode_mosaic_gpu").decode_attention, dtype=query.dtype
+        )
+    out = _choose(implementation, kernel, attention.decode_attention, query, cache, rotation, **options)
+    return out.astype(query.dtype)
 
 
 def chunk_attention(
@@ -69,12 +75,16 @@ def chunk_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D]."""
+    """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D].
+
+    Of queries in another dtype the result is rounded to that dtype.
+    """
     kernel = None
     if isinstance(cache, LayerCache):
         kernel = lambda: _mosaic("prefill_mosaic_gpu").chunk_attention  # noqa: E731
     reference = attention.chunk_attention
-    return _choose(implementation, kernel, reference, query, key, value, cache, rotation, **options)
+    out = _choose(implementation, kernel, reference, query, key, value, cache, rotation, **options)
+    return out.astype(query.dtype)
 
 
 def _mosaic(name: str) -> Any:

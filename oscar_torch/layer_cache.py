@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import cache_format as fmt
-from .config import CacheConfig
+from .config import CacheConfig, ShapeError
 
 PAGE = fmt.PAGE_TOKENS
 
@@ -38,6 +38,15 @@ class LayerCache:
     lengths: Tensor  # int32 [B]
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError for an array that is not contiguous: kernels read and write it in place."""
+        for field in dataclasses.fields(self):
+            array = getattr(self, field.name)
+            if isinstance(array, Tensor) and not array.is_contiguous():
+                raise ShapeError(
+                    f"{field.name} {tuple(array.shape)} is not contiguous: strides {array.stride()}"
+                )
 
     @property
     def batch(self) -> int:

@@ -23,8 +23,14 @@ _log = logging.getLogger(__name__)
 
 # Kernel module and function of every implementation but the reference.
 Kernels = dict[str, tuple[str, str]]
-QUANTIZE_PAGES: Kernels = dict.fromkeys(("triton", "gluon"), ("quantize_triton", "quantize_page_pair"))
-APPEND_TOKEN: Kernels = dict.fromkeys(("triton", "gluon"), ("quantize_triton", "append_token"))
+QUANTIZE_PAGES: Kernels = {
+    "triton": ("quantize_triton", "quantize_page_pair"),
+    "gluon": ("quantize_gluon", "quantize_page_pair"),
+}
+APPEND_TOKEN: Kernels = {
+    "triton": ("quantize_triton", "append_token"),
+    "gluon": ("quantize_gluon", "append_token"),
+}
 DECODE_ATTENTION: Kernels = {
     "triton": ("decode_triton", "decode_attention"),
     "gluon": ("decode_gluon", "decode_attention"),

@@ -27,6 +27,7 @@ class LayerRotation:
     key_transform, value_transform int16 [Kr, D, D] in units of 2**-14; query_transform float32 [Kr, D, D],
     the inverse transpose of key_transform; output_transform float32 [Kr, D, D], value_transform's inverse;
     value_mean, key_mean bfloat16 [Kr, D]; key_multiplier, value_multiplier int32 [Kr] in units of 1/256.
+    Tensors are stored contiguous, as kernels read them: a transposed view is copied.
     """
 
     key_transform: torch.Tensor
@@ -37,6 +38,10 @@ class LayerRotation:
     key_mean: torch.Tensor
     key_multiplier: torch.Tensor
     value_multiplier: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for name in fmt.ROTATION_FIELDS:
+            object.__setattr__(self, name, getattr(self, name).contiguous())
 
     def to(self, device: torch.device | str) -> "LayerRotation":
         """The same rotation with its tensors on `device`."""

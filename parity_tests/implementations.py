@@ -308,11 +308,11 @@ def _reference(name: str, framework: Framework) -> Implementation:
     return Implementation(name, framework, DEVICES, run)
 
 
-def triton_pages() -> QuantizePages:
-    """The Triton quantizer, compiled or interpreted as this process decides."""
+def triton_pages(kernel: str = "quantize_triton") -> QuantizePages:
+    """A Triton quantizer; the plain one is compiled or interpreted as this process decides."""
 
     def function(attribute: str) -> Callable[[], Any]:
-        return lambda: getattr(FRAMEWORKS["torch"].module("triton_kernels.quantize_triton"), attribute)
+        return lambda: getattr(FRAMEWORKS["torch"].module(f"triton_kernels.{kernel}"), attribute)
 
     return package_pages(
         FRAMEWORKS["torch"], function("quantize_key_pages"), function("quantize_value_pages")
@@ -337,6 +337,14 @@ def _no_hopper(device: str) -> str | None:
     return None
 
 
+def _no_hopper_torch() -> str | None:
+    """Why Gluon kernels cannot run, or None; asked only where Torch sees a GPU."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return None if major == 9 else f"no Hopper GPU: the compute capability is {major}.{minor}"
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
@@ -357,6 +365,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ("gpu",),
             triton_pages(),
             lambda device: triton_interpreter.why_not(),
+        ),
+        Implementation(
+            "gluon",
+            FRAMEWORKS["torch"],
+            ("gpu",),
+            triton_pages("quantize_gluon"),
+            lambda device: triton_interpreter.why_not() or _no_hopper_torch(),
+            head_dims=(64, 128),
         ),
         Implementation(
             "triton-interpreted",

@@ -74,12 +74,6 @@ class Int:
     def max(self, o):
         return Int(np.maximum(self.signed, Int(o).signed))
 
-    def abs(self):
-        return Int(np.abs(self.signed))
-
-    def distance(self, o, addend):
-        return Int(np.abs(self.signed - Int(o).signed) + Int(addend).signed)
-
     def lt(self, o):
         return Predicate(self.signed < Int(o).signed)
 
@@ -97,6 +91,10 @@ class Int:
 
     def to_float(self):
         return Float(self.signed.astype(np.float32))
+
+    def to_float_up(self):
+        near = self.signed.astype(np.float32)
+        return Float(np.where(near < self.signed, np.nextafter(near, np.float32(np.inf)), near))
 
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
@@ -132,6 +130,11 @@ class Float:
         near = total.astype(np.float32)
         above = (near > total) | ((near == total) & (error < 0))
         return Float(np.where(above, np.nextafter(near, np.float32(-np.inf)), near))
+
+    def add_to_zero(self, o):
+        down = self.fma_down(1.0, o)
+        up = Float(-self.value).fma_down(1.0, -Float(o).value)
+        return Float(np.where(down.value < 0, -up.value, down.value))
 
     def max(self, o):
         return Float(np.fmax(self.value, Float(o).value))
@@ -230,11 +233,10 @@ class Machine:
     def pack_bfloat16(self, low, high):
         return _pack(low.value.astype(ml_dtypes.bfloat16), high.value.astype(ml_dtypes.bfloat16))
 
-    def max_u16x2(self, a, b):
-        return _halfwise(np.maximum, a, b, np.uint16)
-
-    def max_s16x2(self, a, b):
-        return _halfwise(np.maximum, a, b, np.int16)
+    def max_magnitudes(self, a, b):
+        # By magnitude NaN is larger than infinity. The signs are those of the hardware, of no use.
+        bits = _halfwise(np.maximum, a & 0x7FFF7FFF, b & 0x7FFF7FFF, np.uint16)
+        return bits | ((a ^ b) & 0x80008000)
 
     def sum_bytes(self, word, total):
         parts = self._full(word).view(np.int8).reshape(self.threads, 4)
@@ -265,13 +267,15 @@ class Machine:
     def wgmma_fence(self, registers):
         return [_Handed(x.value) for x in registers]
 
-    def wgmma_s8(self, a, b, c=None, *, columns, unsigned_a=False):
+    def wgmma_s8(self, a, b, offset, c=None, *, columns, unsigned_a=False):
         c = c or [_InFlight(np.zeros((), np.int64))] * (columns // 2)
         assert all(isinstance(x, _Handed) for x in a) and all(isinstance(x, _Handed | _InFlight) for x in c)
         word = (self.lane.signed >> 2) * 16 + (self.lane.signed & 3) * 4
         out = []
         for n in range(columns // 8):
-            right = [self._load(self.shared, b.signed + word + 256 * n + 128 * i, 1)[0] for i in range(2)]
+            right = [
+                self._load(self.shared, b.signed + offset + word + 256 * n + 128 * i, 1)[0] for i in range(2)
+            ]
             sums = self._mma(a, right, np.uint8 if unsigned_a else np.int8, np.int8)
             out += [_InFlight(x.result + y.astype(np.int64)) for x, y in zip(c[4 * n : 4 * n + 4], sums)]
         return out
@@ -289,6 +293,10 @@ class Machine:
     def shuffle(self, x, source):
         return type(x)(self._full(x)[self.warp.signed * LANES + source.signed % LANES])
 
+    def largest_of_warp(self, x):
+        lanes = self._full(x).view(np.int32).reshape(self.warps, LANES)
+        return Int(np.repeat(lanes.max(1), LANES))
+
     def any_lane(self, condition):
         return Predicate(np.repeat(self._full(condition).reshape(self.warps, LANES).any(1), LANES))
 
@@ -302,6 +310,9 @@ class Machine:
 
     def load_global(self, pointer, count=1, offset=0, early=False):
         return self._load(pointer.memory, pointer.offset + offset, count)
+
+    def prefetch(self, pointer, offset=0):
+        self._load(pointer.memory, pointer.offset + offset, 1)
 
     def load_changing(self, pointer):
         return self._load(pointer.memory, pointer.offset, 1)[0]
@@ -429,6 +440,21 @@ class Machine:
         if self._active.any():
             body()
         self._active = outer
+
+    def repeat(self, kinds, body):
+        again, values = body()
+        while self._full(again).any():
+            more = []
+
+            def once(_, more=more):
+                condition, out = body()
+                more.append(condition)
+                return out
+
+            values = self.branch(again, values, once)
+            again = again & more[0]
+        assert [type(x) for x in values] == list(kinds)
+        return values
 
     def branch(self, condition, carry: Sequence, body: Callable[[list], list]):
         outer = self._active

@@ -42,7 +42,7 @@ PAGES_PER_CASE = 32  # two of every row family
 CACHE_HEADS, CACHE_HEAD_DIM = 2, 128
 CACHE_LENGTHS = (1, 64, 321, 384, 700, 1000)
 CACHE_WRITES = {"one go": 1000, "chunks of 100": 100, "token by token": 1}
-CACHE_KERNELS = {"jax": "mosaic_gpu", "torch": "triton"}  # beside the package's reference, where they can run
+CACHE_KERNELS = {"jax": ("mosaic_gpu",), "torch": ("gluon", "triton")}  # beside the reference, where they run
 CACHE_WORKERS = 4  # processes for caches beside those for pages
 FORKED = "forked, then diverging"
 SLOW_PAGES = 1  # of every case, in turn: what interpreted kernels can do in the time of a report
@@ -292,18 +292,18 @@ def make_cache_tasks(devices: Sequence[str], missing: dict[str, str]) -> list[Ca
     Kernels come first: they take longest. What cannot run is added to `missing` with its reason.
     """
     tasks: list[CacheTask] = []
-    for kernel in (True, False):
-        for name, framework in FRAMEWORKS.items():
-            implementation = CACHE_KERNELS[name] if kernel else framework.reference
-            for device in devices:
-                if kernel and device not in IMPLEMENTATIONS[implementation].devices:
-                    continue
-                asked = IMPLEMENTATIONS[implementation] if kernel else framework
-                reason = asked.why_not(device)
-                if reason:
-                    missing[f"cache of {framework.package} by {implementation} on {device}"] = reason
-                else:
-                    tasks += [(name, device, implementation, way) for way in (*CACHE_WRITES, FORKED)]
+    kernels = [(name, kernel) for name in FRAMEWORKS for kernel in CACHE_KERNELS[name]]
+    references = [(name, framework.reference) for name, framework in FRAMEWORKS.items()]
+    for name, implementation in (*kernels, *references):
+        framework, known = FRAMEWORKS[name], (name, implementation) in kernels
+        for device in devices:
+            if known and device not in IMPLEMENTATIONS[implementation].devices:
+                continue
+            reason = (IMPLEMENTATIONS[implementation] if known else framework).why_not(device)
+            if reason:
+                missing[f"cache of {framework.package} by {implementation} on {device}"] = reason
+            else:
+                tasks += [(name, device, implementation, way) for way in (*CACHE_WRITES, FORKED)]
     return tasks
 
 

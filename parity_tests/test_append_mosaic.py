@@ -138,7 +138,7 @@ def test_transform_is_staged_as_the_quantizer_wants_it(head_dim: int) -> None:
     transform[0, 0, :4] = [-limit, -128, -129, 127]
     machine = make_machine(2 * head_dim**2)
     pointer = machine.pointer(transform).at(1, 2 * head_dim**2)
-    append_mosaic_gpu.stage_transform(machine, head_dim, pointer)
+    quantize_mosaic_gpu.stage_transform(machine, head_dim, pointer, 128)
     want = np.asarray(quantize_mosaic_gpu.transform_operand(jnp.asarray(transform[1:])))
     assert (machine.shared.view(np.int32)[SHARED_BASE // 4 :] == want.reshape(-1)).all()
 

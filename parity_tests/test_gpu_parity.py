@@ -1,7 +1,8 @@
 """JAX and Torch on one GPU in one process: the same rows leave the same bytes, and each reads the other's.
 
-Cache arrays cross by DLPack, on the device, without a copy. The Torch side writes with the Triton kernels,
-the JAX side with the best it has on this device (Mosaic on Hopper, XLA elsewhere) and with XLA.
+Cache arrays cross by DLPack, on the device, without a copy. The Torch side writes with the Triton kernels
+(Gluon on Hopper as well), the JAX side with the best it has on this device (Mosaic on Hopper, XLA elsewhere)
+and with XLA.
 With OSCAR_REAL_ROWS naming a file of `capture_rows.py`, rows of a real model are stored and read as well.
 """
 
@@ -96,7 +97,10 @@ class Pair:
         return found
 
 
-@pytest.fixture(params=[(None, "triton"), ("xla", "triton"), (None, "eager")], ids=str)
+GLUON = pytest.param((None, "gluon"), marks=pytest.mark.hopper)
+
+
+@pytest.fixture(params=[(None, "triton"), ("xla", "triton"), (None, "eager"), GLUON], ids=str)
 def pair(request: pytest.FixtureRequest) -> Pair:
     return Pair(*request.param)
 
@@ -123,9 +127,10 @@ class TestBytes:
             pair.append(key[:, start : start + 100], value[:, start : start + 100], counts)
         assert pair.differences() == []
 
-    def test_thousand_appends(self) -> None:
+    @pytest.mark.parametrize("torch_implementation", [None, "triton"])
+    def test_thousand_appends(self, torch_implementation: str | None) -> None:
         """A thousand tokens one by one, one sequence pausing every third step."""
-        pair = Pair(None, "triton")
+        pair = Pair(None, torch_implementation)
         key, value = new_rows(np.random.default_rng(2), 1000)
         for step in range(1000):
             counts = np.ones(len(LENGTHS), np.int32)

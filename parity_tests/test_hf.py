@@ -288,7 +288,7 @@ def test_kernels_on_the_gpu_equal_the_reference_there(family, implementation):
 
     With one layer, because a second one would quantize what two attention kernels rounded differently.
     """
-    changes = {"num_hidden_layers": 1, "head_dim": 64}
+    changes: dict[str, Any] = {"num_hidden_layers": 1, "head_dim": 64}
     if family == "gpt_oss":  # attention sinks
         changes["layer_types"] = ["full_attention"]
     model = make_model(family, **changes).to("cuda")

@@ -5,6 +5,7 @@ CUDA without a GPU, and, on a Hopper GPU, the compiled kernels themselves.
 import contextlib
 import dataclasses
 import itertools
+import re
 import types
 import warnings
 from collections.abc import Iterator
@@ -126,16 +127,20 @@ def emulated() -> Iterator[None]:
 
     def run(body: Any, shape: Any, grid: Any, warps: int, inputs: dict, outputs: dict) -> tuple:
         arrays = {name: np.array(x) for name, x in inputs.items()}
-        arrays |= {name: np.full(counts, np.nan, np.float32) for name, counts in outputs.items()}
+        for name, (counts, bfloat16) in outputs.items():  # bfloat16 as the bits that a kernel stores
+            arrays[name] = np.full(counts, *((0x7FC1, np.uint16) if bfloat16 else (np.nan, np.float32)))
         for block in np.ndindex(*grid):
             machine = emulator.Machine(shape.shared_bytes, warps)
             body(machine, shape, tuple(map(emulator.Int, block)), arrays)
-        return tuple(jnp.asarray(arrays[name]) for name in outputs)
+        return tuple(
+            jnp.asarray(arrays[name].view(jnp.bfloat16.dtype) if bfloat16 else arrays[name])
+            for name, (_, bfloat16) in outputs.items()
+        )
 
     def decode(shape: Any) -> Any:
         names = decode_mosaic_gpu._inputs(shape)
         counts = (shape.batch, shape.heads, shape.group, shape.partials)
-        outputs = {"out": (*counts, shape.head_dim), "lse": counts}
+        outputs = {"out": ((*counts, shape.head_dim), False), "lse": (counts, False)}
         grid = (shape.splits, shape.heads * shape.tiles, shape.batch)
         body = decode_mosaic_gpu.decode_body
         return lambda *operands: run(body, shape, grid, shape.warps, dict(zip(names, operands)), outputs)
@@ -144,9 +149,8 @@ def emulated() -> Iterator[None]:
         def kernel(shape: Any) -> Any:
             counts = (shape.batch, shape.heads, shape.group, shape.head_dim)
             grid, warps = shape.grid.values(), merge_mosaic_gpu.WARPS
-            return lambda *operands: run(
-                body, shape, grid, warps, dict(zip(names, operands)), {output: counts}
-            )
+            outputs = {output: (counts, shape.out_bfloat16)}
+            return lambda *operands: run(body, shape, grid, warps, dict(zip(names, operands)), outputs)
 
         return kernel
 
@@ -194,6 +198,13 @@ def test_unpacked_bytes_are_the_codes_in_the_documented_order() -> None:
         seen.add(channel)
     assert seen == set(range(128))
     seen = set()
+    for c, register, half in np.ndindex(4, 8, 2):
+        token = frag.half_token(c, register, half)
+        got = frag.unpack_halves(value_words[:, c])[register] >> (16 * half) & 0xFFFF
+        assert (got == codes[token] * frag.HALF_WEIGHTS[register]).all()
+        seen.add(token)
+    assert seen == set(range(PAGE))
+    seen = set()
     for c, register, byte in np.ndindex(4, 4, 4):
         token = frag.byte_token(c, register, byte)
         got = frag.unpack_bytes(value_words[:, c])[register] >> (8 * byte) & 0xFF
@@ -234,9 +245,10 @@ def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
                     channel = (32 * s + 8 * c + 4 * part)[:, None] + np.arange(4)
                     four = rows[(16 * warp + g + 8 * half)[:, None], channel]
                     words.append(emulator.Int(four.view(np.uint32)[:, 0]))
-                address = emulator.Int(quantize_mosaic_gpu.operand_offset(head_dim, limb, s, tile))
+                offset = quantize_mosaic_gpu.operand_offset(head_dim, limb, s, tile)
                 words = machine.wgmma_fence(words)
-                sums = machine.wgmma_s8(words, address, sums, columns=columns, unsigned_a=True)
+                start = machine.shared_base
+                sums = machine.wgmma_s8(words, start, offset, sums, columns=columns, unsigned_a=True)
             assert sums is not None and (sums[0].value == emulator.POISON).all()  # nobody has waited
             total += weight * np.stack([x.signed for x in machine.wgmma_wait(sums)])
         want = rows.astype(np.int64) @ transform[0].astype(np.int64)
@@ -302,6 +314,10 @@ def test_emulator_rounds_fused_sums_down() -> None:
     x = np.array([0.75, -0.75, 2.0**-80, -(2.0**-80), 3.0, 2.0**21 + 0.75], np.float32)
     bias = 1.5 * 2.0**23
     assert (emulator.Float(x).fma_down(1.0, bias).value == bias + np.floor(x)).all()
+    x = np.array([2.0**23 + 1, -(2.0**23) - 1, 3.0, -0.75], np.float32)
+    assert (emulator.Float(x).add_to_zero(0.5).value == [2.0**23 + 1, -(2.0**23), 3.5, -0.25]).all()
+    up = emulator.Int([2**24, 2**24 + 1, -(2**24) - 1]).to_float_up()
+    assert (up.value == [2.0**24, 2.0**24 + 2, -(2.0**24)]).all()
     signs = machine.gather_bytes(emulator.Int(0x80), emulator.Int(0x7FFFFFFF), 0xFFB8)
     assert (signs.value == 0x0000_00FF).all()
 
@@ -348,11 +364,24 @@ def test_decode_body_equals_reference(name: str) -> None:
     assert_close(got, attention.decode_attention(query, cache, rotation, **options))
 
 
-def test_decode_body_survives_extreme_scales_and_scores() -> None:
-    """Value scales over 80 powers of two, scores of several hundred: float16 must not overflow or flush."""
-    query, cache, rotation, options = decode_case(1, 4, 64)
+def test_result_has_the_dtype_of_the_query() -> None:
+    """The kernel rounds once, as the caller would have done, whatever the implementation."""
+    query, cache, rotation, options = decode_case(1, 2, 64)
+    with emulated():
+        exact = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
+        got = _named(ops.decode_attention, query, cache, rotation, **options)
+    assert got.dtype == jnp.bfloat16 and (got == exact.astype(jnp.bfloat16)).all()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert ops.decode_attention(query.astype(dtype), cache, rotation, **options).dtype == dtype
+
+
+@pytest.mark.parametrize("group", [4, 7])
+def test_decode_body_survives_extreme_scales_and_scores(group: int) -> None:
+    """Value scales over 80 powers of two or 0, scores of several hundred: P must not overflow or flush."""
+    query, cache, rotation, options = decode_case(1, group, 64)
     rng = np.random.default_rng(1)
     size = 2.0 ** rng.integers(-40, 40, cache.value_scale.shape[:2])[..., None]
+    size[::2] = 0
     cache = dataclasses.replace(
         cache,
         value_scale=(cache.value_scale * jnp.asarray(size)).astype(jnp.bfloat16),
@@ -369,10 +398,12 @@ def _first(cache: LayerCache, batch: int) -> LayerCache:
     return dataclasses.replace(cache, **{n: getattr(cache, n)[:batch] for n in names})
 
 
-@pytest.mark.parametrize(("splits", "window_pages"), [(1, 0), (1, 2), (3, 1), (3, 100)])
-def test_workers_share_all_pages_and_windows(splits: int, window_pages: int) -> None:
+@pytest.mark.parametrize(
+    ("splits", "window_pages", "window_parts"), [(1, 0, 1), (1, 2, 2), (3, 1, 4), (3, 100, 1)]
+)
+def test_workers_share_all_pages_and_windows(splits: int, window_pages: int, window_parts: int) -> None:
     cache, query = cache_shapes(1, 2, 64, 2, 40), jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
-    plan = DecodePlan(splits, 4, 3, window_pages)
+    plan = DecodePlan(splits, 4, 3, window_pages, window_parts=window_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
         shape = decode_mosaic_gpu.decode_shape(query, cache, scale=1.0, transforms=1, windows=True)
@@ -383,7 +414,12 @@ def test_workers_share_all_pages_and_windows(splits: int, window_pages: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "plan"), [(64, DecodePlan(3, 8, 3, 1, mean_pages=8)), (128, DecodePlan(2, 12, 3, 100))]
+    ("head_dim", "plan"),
+    [
+        (64, DecodePlan(3, 8, 3, 1, mean_pages=8)),
+        (64, DecodePlan(1, 4, 3, 2, mean_pages=8, window_parts=2)),
+        (128, DecodePlan(2, 12, 3, 100, window_parts=4)),
+    ],
 )
 def test_decode_body_reads_every_page_once_whatever_the_plan(head_dim: int, plan: DecodePlan) -> None:
     query, cache, rotation, options = decode_case(1, 2, head_dim)
@@ -490,6 +526,25 @@ def test_quantize_body_goes_from_head_to_head() -> None:
     assert_same_bytes(got, quantize.quantize_page_pair(key, value, rotation))
 
 
+BOUNDS = [0, 1, 6, 2**20 + 1, 2**22 + 1, 2**23 - 1, 2**23 + 1, 2**24, 2**24 + 1, 2**25]
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_codes_and_sums_of_integers_at_the_bounds(bound: int) -> None:
+    """Integers up to 2**24 as floats: the codes of step 8 and the sum of step 7 are those of the integers."""
+    machine = emulator.Machine(16, 4)
+    near = [edge + step for edge in (0, bound, 2**23, 2**24) for step in (-1, 0, 1)]
+    y = np.array([sign * v for v in near for sign in (-1, 1) if abs(v) <= 2**24])
+    y = np.resize(y, 32).reshape(2, 16)
+    want = (y >= -bound).astype(int) + (y >= 0) + (y >= bound)
+    limit = emulator.Int(bound).to_float_up()
+    for row, codes in zip(y, want):
+        floats = [emulator.Int(v).to_float() for v in row]
+        word = quantize_mosaic_gpu._code_word(machine, [(v, limit) for v in floats])
+        assert (word.value == sum(int(code) << 2 * p for p, code in enumerate(codes))).all()
+        assert (quantize_mosaic_gpu._sum_magnitudes(floats).signed == (abs(row) // 8).sum()).all()
+
+
 def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
     """What the quantizer needs of a rotation: random orthogonal transforms, multipliers and a mean value."""
     matrix, _ = np.linalg.qr(rng.normal(0, 1, (heads, head_dim, head_dim)))
@@ -516,11 +571,13 @@ def assert_same_bytes(got: dict, want: dict) -> None:
 # --- every launch lowers for CUDA, without a GPU ------------------------------------------------------
 
 
-def lower_for_cuda(function: Any, *args: Any) -> None:
+def lower_for_cuda(function: Any, *args: Any) -> list[str]:
+    """Lowers without a warning; returns the names of the module's operations."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+    return re.findall(r" = (stablehlo\.\w+)", text)
 
 
 def cache_shapes(heads: int, group: int, head_dim: int, batch: int, pages: int) -> Any:
@@ -542,7 +599,21 @@ def test_decode_lowers_for_cuda(head_dim: int, group: int, dtype: str) -> None:
     lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
 
 
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_decode_step_is_two_launches(head_dim: int) -> None:
+    """Nothing else on the device but, for wide heads, the rotation of the queries: no cast, no slice."""
+    cache = cache_shapes(2, 4, head_dim, 3, 40)
+    query = jax.ShapeDtypeStruct((3, 8, head_dim), jnp.bfloat16)
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
+    operations = lower_for_cuda(
+        lambda q, c, r: _named(ops.decode_attention, q, c, r, scale=0.1), query, cache, rotation
+    )
+    launches = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 3
+    assert operations.count("stablehlo.custom_call") == launches
+    assert set(operations) == {"stablehlo.custom_call", "stablehlo.reshape"}
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
 def test_decode_of_long_sequences_lowers_for_cuda(group: int) -> None:
     cache = cache_shapes(2, group, 128, 64, 500)
     query = jax.ShapeDtypeStruct((64, 2 * group, 128), jnp.bfloat16)
@@ -551,6 +622,22 @@ def test_decode_of_long_sequences_lowers_for_cuda(group: int) -> None:
     )
     assert shape.warps == 12  # the other plan of head_dim 128
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, 128)))
+    decode = decode_mosaic_gpu.decode_attention
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [4, 8])
+def test_decode_of_many_sequences_lowers_for_cuda(head_dim: int, group: int) -> None:
+    cache = cache_shapes(2, group, head_dim, 80, 40)
+    query = jax.ShapeDtypeStruct((80, 2 * group, head_dim), jnp.bfloat16)
+    transforms = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 0
+    shape = decode_mosaic_gpu.decode_shape(
+        query.update(shape=(80, 2, group, head_dim)), cache, scale=0.1, transforms=transforms, windows=True
+    )
+    # Two blocks share the 228 KiB of a multiprocessor; a block costs 1 KiB more than it asks for.
+    assert shape.warps == 4 and shape.splits == 1 and 2 * (shape.shared_bytes + 1024) <= 228 * 1024
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     decode = decode_mosaic_gpu.decode_attention
     lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
 
@@ -617,9 +704,11 @@ def test_decode_on_device(head_dim: int, group: int) -> None:
     rotation = random_rotation(3, head_dim, rng)
     for dtype in (jnp.bfloat16, jnp.float32):
         query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), 3 * group, head_dim)), dtype)
-        got = _named(ops.decode_attention, query, cache, rotation, scale=head_dim**-0.5)
-        want = attention.decode_attention(query, cache, rotation, scale=head_dim**-0.5)
-        assert_close(got, want)
+        options = {"scale": head_dim**-0.5}
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
+        assert_close(got, attention.decode_attention(query, cache, rotation, **options))
+        rounded = _named(ops.decode_attention, query, cache, rotation, **options)
+        assert rounded.dtype == dtype and (rounded == got.astype(dtype)).all()
 
 
 @pytest.mark.hopper
@@ -653,7 +742,7 @@ def test_prefill_on_device(group: int, head_dim: int, tokens: int) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("group", "warps"), [(1, 12), (4, 12), (8, 8)])
+@pytest.mark.parametrize(("group", "warps"), [(1, 12), (4, 12), (8, 12)])
 def test_decode_of_a_long_sequence_on_device(group: int, warps: int) -> None:
     rng = np.random.default_rng(group)
     cache = random_cache(2, group, 128, [30_000, 29_000], rng)
@@ -696,7 +785,7 @@ def test_thousand_steps_on_device_equal_the_reference() -> None:
         for name in caches
     }
     for step in range(1000):
-        query = jnp.asarray(rng.normal(0, 1, (batch, 1, heads * group, head_dim)), jnp.bfloat16)
+        query = jnp.asarray(rng.normal(0, 1, (batch, 1, heads * group, head_dim)), jnp.float32)
         key, value = jnp.asarray(rng.normal(0, 1, (2, batch, 1, heads, head_dim)), jnp.bfloat16)
         new = jnp.asarray([1, step % 3 > 0], jnp.int32)
         outs = {}

@@ -11,6 +11,7 @@ import torch
 from oscar_jax import cache_format as fmt
 from oscar_jax import config as jax_config
 from oscar_jax import rotation
+from oscar_torch import cache as torch_cache
 from oscar_torch import config as torch_config
 from oscar_torch import rotation as torch_rotation
 
@@ -140,6 +141,17 @@ def test_plain_rotations_are_valid_in_both_packages(make, head_dim):
     arguments = {"layer_id": 0, "num_key_value_heads": 2, "head_dim": head_dim}
     rotation.validate_layer(layer, **arguments)
     torch_rotation.validate_layer(as_torch(layer), **arguments)
+
+
+def test_torch_kernels_get_contiguous_tensors() -> None:
+    """A transform made by transposing would else be read as its transpose, without an error."""
+    layer = torch_rotation.identity_rotation(2, 64)
+    turned = torch.randn(2, 64, 64)
+    view = dataclasses.replace(layer, query_transform=turned.mT)
+    assert view.query_transform.is_contiguous() and torch.equal(view.query_transform, turned.mT)
+    cache = torch_cache.allocate_layer_cache(torch_config.CacheConfig(2, 4, 64), 2, 1000)
+    with pytest.raises(torch_config.ShapeError, match=r"page_table .* is not contiguous"):
+        dataclasses.replace(cache, page_table=cache.page_table[:, :2])
 
 
 def test_torch_identity_equals_jax_identity():

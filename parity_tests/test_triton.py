@@ -16,10 +16,10 @@ from parity_tests import rows, triton_interpreter
 from parity_tests.triton_interpreter import (
     append_differences,
     attention_errors,
-    flush_differences,
     interpret,
     overflow_differences,
     pair_differences,
+    rotation_errors,
 )
 
 pytest.importorskip("torch")
@@ -84,6 +84,11 @@ class TestInterpreted:
         )
         assert_close(result)
 
+    @pytest.mark.parametrize(("batch", "group", "head_dim", "shared"), [(9, 4, 64, False), (2, 7, 80, True)])
+    def test_rotate(self, batch: int, group: int, head_dim: int, shared: bool) -> None:
+        """More rows than a program takes; matrices of every head and a shared one."""
+        assert max(interpret(rotation_errors, batch, 2, group, head_dim, shared)) <= 1e-4
+
     def test_append_token(self) -> None:
         """Ragged, over page boundaries, one sequence standing still every other step."""
         assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 4) == []
@@ -91,9 +96,6 @@ class TestInterpreted:
     def test_append_beyond_the_table(self) -> None:
         """A row that would need a page that no table entry names is dropped."""
         assert interpret(overflow_differences, rotation(2, 64)) == []
-
-    def test_flush_pages(self) -> None:
-        assert interpret(flush_differences, rotation(2, 64)) == []
 
     @pytest.mark.parametrize("bits", [False, True])
     def test_page_pair(self, bits: bool) -> None:
@@ -106,23 +108,22 @@ class TestCompiled:
 
     @pytest.mark.parametrize(("head_dim", "padded_group"), [(64, 16), (128, 4), (256, 8)])
     def test_codes_stay_in_registers(self, head_dim: int, padded_group: int) -> None:
-        """The Gluon stage has no shared memory but its ring, and unpacks by single instructions."""
-        from oscar_torch.cache_format import int2_page_bytes
+        """The Gluon stage has no shared memory but its rings, and unpacks by single instructions."""
+        from oscar_torch.triton_kernels.decode_gluon import shared_bytes
 
-        stages = 3
+        stages = 2
         ptx, shared = compile_stage(head_dim, padded_group, stages)
-        ring = stages * (int2_page_bytes(head_dim) + 8)
-        assert ring <= shared < ring + 128, "the ring must be the only allocation: it is found by its address"
-        stores = re.findall(r"\bst(?:matrix)?\S*\.shared", ptx)
-        assert len(stores) == 1, "nothing is exchanged; one store keeps the allocation"
-        assert ptx.count("cp.async.bulk.shared") == 5 * stages, "two pages ahead, then one in the loop"
+        assert shared == shared_bytes(head_dim, stages), (
+            "the rings must be all: they are found by their address"
+        )
+        assert ptx.count("bar.sync") == 3, "at the start and around the merge; the compiler exchanges nothing"
+        assert ptx.count("cp.async.bulk.shared") == 5 * stages, "one page ahead, then one in the loop"
         words = head_dim // 8  # of keys, and as many of values, that a lane holds of one page
-        assert ptx.count("and.b32") >= words * 4 + words * 8
-        keys = head_dim // 32 * 4 * (padded_group // 4)
-        values = head_dim // 16 * 4 * max(1, padded_group // 8)
-        assert ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32") == keys
-        assert ptx.count("m16n8k16.row.col.f32.f16.f16.f32") == values
-        assert ptx.count("movmatrix") == 8 * max(1, padded_group // 8) + padded_group // 2
+        assert ptx.count("and.b32") >= 2 * words * 4
+        tiles = padded_group // 4  # of 8 columns, two for each head
+        products = (head_dim // 32 * 4 + head_dim // 16 * 2) * tiles
+        assert ptx.count("m16n8k32.row.col.satfinite.s32.s8.s8.s32") == products
+        assert ptx.count("movmatrix") == 4 * tiles + 2 * tiles, "P of a page, P of 16 tokens of a window"
 
     def test_plain_codes_need_no_exchange(self) -> None:
         """Plain Triton on Ampere: staged code words are read as operands, and a mask serves two codes."""
@@ -132,13 +133,42 @@ class TestCompiled:
 
     def test_quantizer_uses_the_matrix_unit(self) -> None:
         """Four limb products and the packing of values by wgmma, limbs from shared memory, no division."""
-        ptx, shared = compile_bulk(128)
+        import torch
+        from triton.compiler import ASTSource
+
+        from oscar_torch.triton_kernels.quantize_triton import _bulk_kernel, _bulk_tiles
+
+        tiles = _bulk_tiles(128, torch.device("cpu"))
+        options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg")}
+        constants = {"FIRST_ROLE": 0, "K": 8, "D": 128, **tiles}
+        ptx, shared = compile_quantizer(ASTSource, _bulk_kernel, constants, options)
         # Both roles: 4 products of 4 steps, both operands given by their address.
         product = r"wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 \{[^}]*\}, %rd\d+, %rd\d+"
         assert len(re.findall(product, ptx)) == 2 * 4 * 4
         assert re.search(r"mma\S*f32\.f16\.f16", ptx), "values are packed by a matrix product"
         assert "div" not in ptx.replace("divergent", "")
         assert 3 * (shared + 1024) <= 227 * 1024, "three programs must fit a multiprocessor"
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("name", ["_bulk_kernel", "_append_kernel"])
+    def test_gluon_quantizer_keeps_operands_in_registers(self, name: str, head_dim: int) -> None:
+        """Limbs of rows go to wgmma from registers; three programs fit a multiprocessor; no division."""
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from oscar_torch.triton_kernels import quantize_gluon
+
+        constants = {"K": 8, "D": head_dim}
+        if name == "_bulk_kernel":
+            constants |= {"FIRST_ROLE": 0}
+        else:
+            constants |= {"SINK_PAGES": 1, "RECENT_SLOTS": 5, "SLOTS": 8}
+        options = {"num_warps": 4, "maxnreg": quantize_gluon.REGISTERS}
+        ptx, shared = compile_quantizer(GluonASTSource, getattr(quantize_gluon, name), constants, options)
+        # Both roles: blocks of 64 columns, 4 products of them, steps of 32 channels.
+        product = r"wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 \{[^}]*\}, \{(?:%r\d+,? ?){4}\}"
+        assert len(re.findall(product, ptx)) == 2 * (head_dim // 64) * 4 * (head_dim // 32)
+        assert "div" not in ptx.replace("divergent", "")
+        assert quantize_gluon.PROGRAMS * (shared + 1024) <= 227 * 1024
 
 
 def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, int]:
@@ -147,7 +177,7 @@ def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, i
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from oscar_torch.triton_kernels.decode_gluon import _stage_kernel
+    from oscar_torch.triton_kernels.decode_gluon import WARPS, _stage_kernel
 
     if INTERPRETING:
         pytest.skip("TRITON_INTERPRET is set for this process")
@@ -156,7 +186,8 @@ def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, i
         **{"WINDOW_PAGES": 8, "SLIDING": False, "BATCH_P": 32, "STAGES": stages, "EXACT_QUERY": True},
     }
     source = GluonASTSource(*stage_arguments(_stage_kernel, constants))
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    options = {"num_warps": WARPS.value}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata.shared
 
 
@@ -196,33 +227,28 @@ def stage_arguments(kernel: Any, constants: dict[str, Any], codes: str = "*i32")
     )
 
 
-def compile_bulk(head_dim: int) -> tuple[str, int]:
-    """PTX and bytes of shared memory of the bulk quantizer for compute capability 9.0."""
-    import torch
+def compile_quantizer(
+    source: Any, kernel: Any, constants: dict[str, Any], options: dict[str, int]
+) -> tuple[str, int]:
+    """PTX and bytes of shared memory of a quantizing kernel for compute capability 9.0."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from oscar_torch.triton_kernels.quantize_triton import _bulk_kernel, _bulk_tiles
 
     if INTERPRETING:
         pytest.skip("TRITON_INTERPRET is set for this process")
-    tiles = _bulk_tiles(head_dim, torch.device("cpu"))
-    options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg")}
-    constants = {"FIRST_ROLE": 0, "K": 8, "D": head_dim, **tiles}
     strides = ("stride_page", "stride_token", "stride_head")
-    types = dict.fromkeys((*strides, "num_pages", "stride_rotation"), "i32")
-    rows = ("key_ptr", "value_ptr", "key_codes_ptr", "value_codes_ptr", "key_multiplier_ptr")
-    types |= dict.fromkeys((*rows, "value_multiplier_ptr"), "*i32")
-    names = _bulk_kernel.arg_names
+    types = dict.fromkeys((*strides, "num_pages", "stride_rotation", "stride_table", "shift"), "i32")
+    halves = ("key_transform_ptr", "value_transform_ptr", "key_scale_ptr", "value_scale_ptr")
+    types |= dict.fromkeys((*halves, "value_mean_ptr", "key_page_mean_ptr"), "*i16")
+    names = kernel.arg_names
     aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in strides]
-    source = ASTSource(
-        _bulk_kernel,
-        {name: "constexpr" if name in constants else types.get(name, "*i16") for name in names},
+    code = source(
+        kernel,
+        {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(code, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata.shared
 
 
@@ -248,6 +274,10 @@ class TestErrors:
             ops.chunk_attention(query, key, key, cache.cache, layer_rotation, new_lengths=counts, **options)
         with pytest.raises(NotImplementedError, match="cpu"):
             ops.quantize_pages(pages, pages, layer_rotation, implementation=implementation)
+        with pytest.raises(NotImplementedError, match="cpu"):
+            ops.append_token(
+                cache.cache, layer_rotation, key[:, :1], key[:, :1], counts, implementation=implementation
+            )
 
     def test_none_takes_the_reference_on_a_cpu(self) -> None:
         import torch
@@ -319,16 +349,39 @@ class TestOnGpu:
         fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
         assert append_differences(fields, lengths, 130, "gpu", captured) == []
 
+    @pytest.mark.hopper
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_append_token_gluon(self, captured: bool, head_dim: int) -> None:
+        fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
+        assert append_differences(fields, lengths, 130, "gpu", captured, "quantize_gluon") == []
+        assert overflow_differences(fields, "gpu", "quantize_gluon") == []
+
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
     def test_page_pair(self, head_dim: int) -> None:
         for bits in (False, True):
             assert pair_differences(rotation(2, head_dim), 50, "gpu", bits) == []
 
+    @pytest.mark.hopper
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_page_pair_gluon(self, head_dim: int) -> None:
+        """One page, fewer pages than programs, and more."""
+        for pages, bits in ((1, False), (50, False), (50, True), (300, True)):
+            assert pair_differences(rotation(2, head_dim), pages, "gpu", bits, "quantize_gluon") == []
+
+    @pytest.mark.hopper
+    def test_head_dim_of_the_gluon_quantizer(self) -> None:
+        import torch
+
+        from oscar_torch import ops
+
+        layer_rotation = triton_interpreter.make_case(rotation(1, 96), (1,), 1, 1, "gpu")[1]
+        pages = torch.zeros(1, 64, 1, 96, device="cuda")
+        with pytest.raises(NotImplementedError, match="96"):
+            ops.quantize_pages(pages, pages, layer_rotation, implementation="gluon")
+
     def test_append_beyond_the_table(self) -> None:
         assert overflow_differences(rotation(2, 128), "gpu") == []
-
-    def test_flush_pages(self) -> None:
-        assert flush_differences(rotation(2, 128), "gpu") == []
 
     @pytest.mark.hopper
     def test_cuda_graph(self) -> None:

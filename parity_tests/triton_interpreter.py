@@ -11,6 +11,7 @@ import importlib.util
 import multiprocessing
 import multiprocessing.util
 import os
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -150,22 +151,54 @@ def attention_errors(
     return float(error.max()), bool(torch.isfinite(got).all())
 
 
+def rotation_errors(batch: int, heads: int, group: int, head_dim: int, shared: bool) -> tuple[float, float]:
+    """Largest errors of `decode_triton.rotate`: rows @ matrix, and the same + added + weight * mean."""
+    import torch
+
+    from oscar_torch.cache import allocate_layer_cache
+    from oscar_torch.config import CacheConfig
+    from oscar_torch.triton_kernels import decode_triton
+
+    rng = np.random.default_rng(0)
+    query_heads, matrices = heads * group, 1 if shared else heads
+
+    def normal(*shape: int) -> Any:
+        return torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32))
+
+    rows, added = normal(batch, query_heads, head_dim), normal(batch, query_heads, head_dim)
+    matrix, mean = normal(matrices, head_dim, head_dim), normal(matrices, head_dim).bfloat16()
+    weight = normal(batch, query_heads)
+    cache = allocate_layer_cache(CacheConfig(heads, query_heads, head_dim), batch, 64)
+    rotation = types.SimpleNamespace(query_transform=matrix)
+    plan = decode_triton.plan_decode(rows, cache, rotation, None, programs=1, window_pages=8)
+    head = torch.arange(query_heads) // group % matrices
+    product = torch.einsum("bnd,nde->bne", rows, matrix[head])
+    rotated, _ = decode_triton.rotate(plan, rows, matrix, EARLY=False)
+    back, _ = decode_triton.rotate(plan, rows, matrix, (added, weight, mean), EARLY=False)
+    want = product + added + weight[..., None] * mean[head].float()
+    return float((rotated - product).abs().max()), float((back - want).abs().max())
+
+
 def append_differences(
     rotation: Mapping[str, np.ndarray],
     lengths: tuple[int, ...],
     steps: int,
     device: str = "cpu",
     captured: bool = False,
+    kernel: str = "quantize_triton",
 ) -> list[str]:
     """Cache arrays that differ after `steps` tokens by `append_token` and by the reference append.
 
-    Every step reads its rows and counts from the same arrays: `captured` replays one CUDA graph.
+    kernel: "quantize_triton" or "quantize_gluon". Every step reads its rows and counts from the same arrays:
+    `captured` replays one CUDA graph.
     """
+    import importlib
+
     import torch
 
     from oscar_torch.cache import append_rows
-    from oscar_torch.triton_kernels.quantize_triton import append_token
 
+    append_token = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}").append_token
     fused, reference = (make_case(rotation, lengths, max(lengths) + steps, 1, device)[0] for _ in range(2))
     rng = np.random.default_rng(1)
     place, shape = fused.cache.lengths.device, (len(lengths), 1, *fused.cache.window_key.shape[1::2])
@@ -193,17 +226,24 @@ def append_differences(
 
 
 def pair_differences(
-    rotation: Mapping[str, np.ndarray], pages: int, device: str = "cpu", bits: bool = False
+    rotation: Mapping[str, np.ndarray],
+    pages: int,
+    device: str = "cpu",
+    bits: bool = False,
+    kernel: str = "quantize_triton",
 ) -> list[str]:
     """INT2 arrays that differ between keys and values in one launch, each alone, and the reference.
 
-    Keys lie as in a window, values behind an odd offset; with `bits` rows are any bits, NaN included.
+    kernel: "quantize_triton" or "quantize_gluon". Keys lie as in a window, values behind an odd offset; with
+    `bits` rows are any bits, NaN included.
     """
+    import importlib
+
     import torch
 
     from oscar_torch import quantize
-    from oscar_torch.triton_kernels import quantize_triton
 
+    module = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}")
     layer_rotation = make_case(rotation, (1,), 1, 1, device)[1]
     heads, head_dim = rotation["key_transform"].shape[:2]
     rng = np.random.default_rng(2)
@@ -214,11 +254,11 @@ def pair_differences(
     key = rows[:count].view(pages, heads, 64, head_dim).transpose(1, 2)
     value = rows[count + 1 :].view(pages, 64, heads, head_dim)
     want = quantize.quantize_page_pair(key, value, layer_rotation)
-    pair = quantize_triton.quantize_page_pair(key, value, layer_rotation)
-    key_codes, key_scale, key_page_mean = quantize_triton.quantize_key_pages(
+    pair = module.quantize_page_pair(key, value, layer_rotation)
+    key_codes, key_scale, key_page_mean = module.quantize_key_pages(
         key, layer_rotation.key_transform, layer_rotation.key_multiplier
     )
-    value_codes, value_scale = quantize_triton.quantize_value_pages(
+    value_codes, value_scale = module.quantize_value_pages(
         value, layer_rotation.value_transform, layer_rotation.value_multiplier, layer_rotation.value_mean
     )
     alone = {
@@ -233,12 +273,15 @@ def pair_differences(
     ]
 
 
-def overflow_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
+def overflow_differences(
+    rotation: Mapping[str, np.ndarray], device: str = "cpu", kernel: str = "quantize_triton"
+) -> list[str]:
     """Cache arrays that an append changes although the page table has no entry left for the page due."""
+    import importlib
+
     import torch
 
-    from oscar_torch.triton_kernels.quantize_triton import append_token
-
+    append_token = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}").append_token
     (case, layer_rotation, rng) = make_case(rotation, (700,), 700, 1, device)
     cache = case.cache
     slots = cache.config.sink_pages + cache.config.recent_slots + cache.page_table.shape[1]
@@ -251,28 +294,3 @@ def overflow_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu"
     one = torch.ones(1, dtype=torch.int32, device=cache.lengths.device)
     append_token(cache, layer_rotation, row, row, one)
     return [name for name in names if not np.array_equal(before[name], case.field(name))]
-
-
-def flush_differences(rotation: Mapping[str, np.ndarray], device: str = "cpu") -> list[str]:
-    """INT2 arrays that differ after `flush_pages` and after quantizing the same pages by the reference."""
-    import torch
-
-    from oscar_torch.quantize import quantize_page_pair
-    from oscar_torch.triton_kernels.quantize_triton import flush_pages
-
-    lengths = (700, 450)
-    flushed, reference = (make_case(rotation, lengths, 1100, 1, device)[0] for _ in range(2))
-    source, target = [3, 5, 7], [4, 0, 9]  # 0 is the reserved page: nothing is written
-    place = flushed.cache.lengths.device
-    flush_pages(
-        flushed.cache,
-        flushed.rotation,
-        torch.tensor(source, dtype=torch.int32, device=place),
-        torch.tensor(target, dtype=torch.int32, device=place),
-    )
-    key = reference.cache.window_key[source].transpose(1, 2)
-    value = reference.cache.window_value[source].transpose(1, 2)
-    for name, new in quantize_page_pair(key, value, reference.rotation).items():
-        getattr(reference.cache, name)[[4, 9]] = new[[0, 2]]
-    names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean")
-    return [name for name in names if not np.array_equal(flushed.field(name), reference.field(name))]

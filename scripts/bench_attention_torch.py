@@ -33,7 +33,7 @@ from oscar_torch.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_b
 from oscar_torch.config import CacheConfig
 from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotation import LayerRotation
-from oscar_torch.triton_kernels import prefill_triton, quantize_triton
+from oscar_torch.triton_kernels import prefill_triton, quantize_gluon, quantize_triton
 
 MODELS = {  # name -> attention of one layer: key/value heads, query heads, head_dim
     "qwen3-8b": CacheConfig(8, 32, 128),
@@ -52,6 +52,7 @@ TELLING = (  # (model, batch, length)
 )
 BATCHES, LENGTHS = (1, 8, 32), (4096, 32_768, 102_400)
 TOLERANCE = 3e-3
+WRITERS = {"gluon": quantize_gluon, "triton": quantize_triton}
 APPEND_LAYERS = 8  # stored into by one graph, as in a decoder: they share its launch
 WRITE_BYTES = 1 << 30  # of BF16 keys and values
 BASELINES = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
@@ -198,9 +199,9 @@ def bench_append(bench: Bench, batch: int) -> list[Row]:
     rows = torch.randn(batch, 1, config.num_key_value_heads, config.head_dim, device="cuda").bfloat16()
     one = torch.ones(batch, dtype=torch.int32, device="cuda")
 
-    def step() -> None:
+    def step(implementation: str) -> None:
         for cache in caches:
-            quantize_triton.append_token(cache, bench.rotation, rows, rows, one)
+            ops.append_token(cache, bench.rotation, rows, rows, one, implementation=implementation)
 
     def reset(tokens: list[int]) -> None:
         for cache in caches:
@@ -215,9 +216,10 @@ def bench_append(bench: Bench, batch: int) -> list[Row]:
         ("append, every sequence flushes", [length - 1] * batch, 1),
     )
     result = []
-    for task, tokens, steps in cases:
-        time = graph_time(step, bench.repetitions, functools.partial(reset, tokens), steps) / APPEND_LAYERS
-        result.append(Row(bench.model, task, "INT2 triton", batch, 1, time))
+    for name, (task, tokens, steps) in itertools.product(WRITERS, cases):
+        call, before = functools.partial(step, name), functools.partial(reset, tokens)
+        time = graph_time(call, bench.repetitions, before, steps) / APPEND_LAYERS
+        result.append(Row(bench.model, task, f"INT2 {name}", batch, 1, time))
     return result
 
 
@@ -257,34 +259,27 @@ def bench_write(bench: Bench) -> list[Row]:
     pages = WRITE_BYTES // (4 * PAGE_TOKENS * heads * head_dim)
     shape = (pages, PAGE_TOKENS, heads, head_dim)
     key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-
-    def keys() -> Any:
-        return quantize_triton.quantize_key_pages(key, rotation.key_transform, rotation.key_multiplier)
-
-    def values() -> Any:
-        return quantize_triton.quantize_value_pages(
-            value, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
-        )
-
-    def both() -> Any:
-        return quantize_triton.quantize_page_pair(key, value, rotation).values()
-
+    read = key.nbytes
+    for_keys = (rotation.key_transform, rotation.key_multiplier)
+    for_values = (rotation.value_transform, rotation.value_multiplier, rotation.value_mean)
     result = []
-    cases = (("keys", keys, (key,)), ("values", values, (value,)), ("both", both, (key, value)))
-    for role, call, read in cases:
-        moved = sum(array.nbytes for array in (*read, *call()))
-        time = median_time(call, bench.repetitions)
-        result.append(
-            Row(
-                bench.model,
-                f"quantize {role}",
-                "INT2 triton",
-                1,
-                pages * PAGE_TOKENS,
-                time,
-                bench.floor(moved),
-            )
-        )
+    for name, writer in WRITERS.items():
+        calls = {
+            "keys": lambda w=writer: w.quantize_key_pages(key, *for_keys),
+            "values": lambda w=writer: w.quantize_value_pages(value, *for_values),
+            "both": lambda w=writer: w.quantize_page_pair(key, value, rotation).values(),
+        }
+        for role, call in calls.items():
+            try:
+                written = sum(array.nbytes for array in call())
+            except NotImplementedError as reason:
+                print(f"{bench.model}, {name}: {reason}")
+                break
+            floor = bench.floor(written + read * (2 if role == "both" else 1))
+            time = median_time(call, bench.repetitions)
+            kernel = f"INT2 {name}"
+            row = Row(bench.model, f"quantize {role}", kernel, 1, pages * PAGE_TOKENS, time, floor)
+            result.append(row)
     return result
 
 
@@ -329,13 +324,16 @@ def graph_time(
 
 
 def median_time(call: Callable[[], Any], repetitions: int, before: Callable[[], Any] | None = None) -> float:
-    """Median microseconds of `call` after `before` and a flush of the L2, both outside the time."""
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    """Median microseconds of `call` after `before` and a flush of the L2, both outside the time.
+
+    The flush reads, as the layers before it do in a decoder: what a flush had written, `call` would write back.
+    """
+    flush = torch.ones(1 << 26, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
     for start, end in (*events[:5], *events):  # five to warm up
         if before is not None:
             before()
-        flush.zero_()
+        flush.amax()
         start.record()
         call()
         end.record()

@@ -17,10 +17,10 @@ Mosaic quantize|oscar_|parity_tests/test_mosaic.py -k "test_quantize_on_device a
 Mosaic append|oscar_|parity_tests/test_append_mosaic.py -k "test_unusual_states_on_device"
 Mosaic prefill|oscar_|parity_tests/test_mosaic.py -k "test_prefill_on_device and 2-64-64"
 Triton decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_triton"
-Gluon decode|_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
+Gluon decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
 Triton prefill|_chunk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_chunk"
-Triton quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and 64"
-Triton append and flush|_append_kernel,_flush_kernel|parity_tests/test_triton.py -k "TestOnGpu and (append_token and 64 or flush_pages)"
+Triton, Gluon quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and 64"
+Triton, Gluon append|_append_kernel|parity_tests/test_triton.py -k "TestOnGpu and append_token and 64"
 '
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT

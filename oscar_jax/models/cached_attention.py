@@ -39,7 +39,7 @@ class CachedAttention:
     def __call__(
         self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
     ) -> tuple[jax.Array, Any]:
-        """Attention of one layer; see `decoder.Attention`. Returns float32 [B, T, N, D] and the cache."""
+        """Attention of one layer; see `decoder.Attention`. Returns [B, T, N, D] and the cache."""
         if isinstance(state, LayerCache) and layer not in self.rotations:
             raise ConfigError(
                 f"layer {layer} has an INT2 cache but no rotation, have: {sorted(self.rotations)}"

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import cache_format as fmt
@@ -140,74 +139,13 @@ def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, sourc
     if kind == "value":
         pages._store_value_mean(m, shape, refs, rotation_head)
     transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
-    stage_transform(m, shape.head_dim, transform)
+    pages.stage_transform(m, shape.head_dim, transform, THREADS)
     m.wait_copies(0)
     m.order_copies()
     m.sync_warpgroup()
     pages._store_corrections(m, shape, THREADS)
     m.sync_warpgroup()
     pages._quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier)
-
-
-def stage_transform(m: Any, head_dim: int, transform: Any) -> None:
-    """Splits a transform (int16 [D, D] at the pointer) into limbs, in operand order, in shared memory.
-
-    A thread takes blocks of 8 rows and 8 columns; a word of the operand is one limb of four rows of a column.
-    """
-    row_bits, column_bits, _ = operand_offsets(head_dim)
-    width = head_dim.bit_length() - 4  # bits of the number of a block of columns, or of rows
-    units = 1 << 2 * width
-    for start in range(0, units, 2 * THREADS):  # two blocks at a time hide the way to memory
-        blocks = []
-        for first in range(start, min(start + 2 * THREADS, units), THREADS):
-            unit = (m.thread + first).min(units - 1)
-            # Lanes that load together: two neighbours of a row, four rows; then the rest of the row.
-            column = (unit & 1) | ((unit >> 3) & ((1 << width - 1) - 1)) << 1
-            row = ((unit >> 1) & 3) | (unit >> width + 2) << 2
-            source = transform.at(row, 16 * head_dim).at(column, 16)
-            words = [m.load_global(source, 4, 2 * head_dim * i) for i in range(8)]
-            place = m.shared_base
-            for number, bits in ((row, row_bits), (column, column_bits)):
-                for i in range(width):
-                    place = place + ((number >> i) & 1) * bits[3 + i]
-            blocks.append((place, words))
-        for place, words in blocks:
-            store = functools.partial(_store_limbs, m, head_dim, place, words)
-            if units < THREADS:
-                m.when(m.thread.lt(units), store)
-            else:
-                store()
-
-
-def _store_limbs(m: Any, head_dim: int, place: Any, words: list) -> None:
-    """The limbs of 8 rows of 8 columns, two columns to a word; `place` is where the first one goes."""
-    row_bits, column_bits, low_limb = operand_offsets(head_dim)
-    for column, half in np.ndindex(8, 2):
-        four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
-        offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
-        byte = 2 * (column % 2)
-        m.store_shared(place, [pages._gather(m, four, byte)], offset + low_limb)
-        # The high limb is that of v + 128, in each half of the word by itself.
-        four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
-        m.store_shared(place, [pages._gather(m, four, byte + 1)], offset)
-
-
-@functools.cache
-def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Where `transform_operand` puts the limbs of a transform, asked of that function itself.
-
-    Byte offsets that add up: of the bits of a row, of the bits of a column, and of the low limb; the high
-    limb of row 0, column 0 is at 0.
-    """
-    bits = head_dim.bit_length() - 1
-    probes = np.zeros((2 * bits + 1, head_dim, head_dim), np.int16)
-    for i in range(bits):
-        probes[i, 1 << i, 0] = probes[bits + i, 0, 1 << i] = 1 << fmt.LIMB_BITS
-    probes[-1, 0, 0] = 1
-    with jax.ensure_compile_time_eval():
-        operand = np.asarray(pages.transform_operand(jnp.asarray(probes)))
-    found = np.argmax(operand.reshape(len(probes), -1).view(np.int8), axis=1).tolist()
-    return tuple(found[:bits]), tuple(found[bits:-1]), found[-1]
 
 
 # ------------------------------------------------------------------------------------------ launch

@@ -40,6 +40,11 @@ permuted, and the same permutation is applied to the other, tiny operand (query,
     and p+4 are put side by side in one half, and an 8x8 transpose of halves makes the operand. The weight is
     undone in P.
 
+    With more than four query heads the values' product is m16n8k16 in float16 instead:
+    word & 0x00030003 << 2p = halves (code p, code 8 + p) * 4**p, p = 0 .. 3, and likewise of word >> 8 for
+    p = 4 .. 7. As bits of a float16 number they are code * 4**p * 2**-24 (subnormal), and k = 2c + b of
+    register p is token 16c + p + 8b: after an 8x8 transpose of halves, tile p of P is the other operand.
+
 Value words come out of shared memory with `ldmatrix`, which hands row g, bytes 4c..4c+3 of an 8x16-byte
 matrix to lane 4g + c; key words with one vector load per token.
 """
@@ -52,6 +57,21 @@ def unpack_bytes(word):
     """The 16 codes of a word as 4 registers of 4 unsigned bytes, with weights BYTE_WEIGHTS."""
     high = word >> 4
     return [(high if shift else word) & mask for shift, mask in BYTE_FIELDS]
+
+
+HALF_FIELDS = tuple((8 * (i > 3), 0x00030003 << 2 * (i & 3)) for i in range(8))  # (shift, mask)
+HALF_WEIGHTS = (1, 4, 16, 64, 1, 4, 16, 64)  # as float16, a register's halves are code * weight * 2**-24
+
+
+def unpack_halves(word):
+    """The 16 codes of a word as 8 registers of 2 subnormal float16, with weights HALF_WEIGHTS."""
+    high = word >> 8
+    return [(high if shift else word) & mask for shift, mask in HALF_FIELDS]
+
+
+def half_token(c, register, half):
+    """Token (0..63) of half `half` of register `register` of value word c."""
+    return 16 * c + register + 8 * half
 
 
 def byte_channel(parts, j, c, register, byte):
@@ -77,9 +97,13 @@ def dense_channel(block, c, word, half):
     return 32 * block + 8 * c + 2 * word + half
 
 
-def dense_value_channel(block, g, word):
-    """Channel of row g after the 8x8 transpose of word `word` of a bf16 value row's 32-channel block."""
-    return 32 * block + 8 * (g >> 1) + 2 * word + (g & 1)
+def dense_value_channel(block, g, word, half):
+    """Channel of half `half` of word `word` (0..3) that lane row g loads of a bf16 row's 64-channel block.
+
+    The halves of neighbouring tokens, side by side, are a word of rows g (half 0) and g + 8 (half 1) of the
+    left operand of P @ V.
+    """
+    return 64 * block + 8 * g + 2 * word + half
 
 
 def row_token(g, half):

@@ -39,6 +39,7 @@ class MergeShape:
     partials: int = 0  # all of them
     sink_logits: bool = False
     query_bfloat16: bool = False
+    out_bfloat16: bool = False  # what the rows of the output are: bfloat16, or else float32
 
     @property
     def rows(self) -> int:
@@ -126,12 +127,16 @@ class _Tile:
         return total[0] + total[1]
 
     def store(self, name: str, value: Any) -> None:
-        """Stores a float32 output [B, K, G, D]: row `warp`, column `lane`."""
+        """Stores an output [B, K, G, D]: row `warp`, column `lane`."""
         m, shape = self.m, self.shape
         real = m.warp.lt(shape.rows) & (self.first_row + m.warp).lt(shape.batch * shape.group)
-        row = m.pointer(self.refs[name]).at(self.query_row(m.warp), 4 * shape.head_dim)
-        column = self.first_column + m.lane
-        m.when(real, lambda: m.store_global(row.at(column, 4), [value.as_int()]))
+        size = 2 if shape.out_bfloat16 else 4
+        row = m.pointer(self.refs[name]).at(self.query_row(m.warp), size * shape.head_dim)
+        place = row.at(self.first_column + m.lane, size)
+        if shape.out_bfloat16:
+            m.when(real, lambda: m.store_global_u16(place, value.bfloat16_bits()))
+        else:
+            m.when(real, lambda: m.store_global(place, [value.as_int()]))
 
 
 # ------------------------------------------------------------------------------------------ queries
@@ -300,7 +305,7 @@ def _merge_kernel(shape: MergeShape) -> Any:
     return compiled_kernel(
         lambda m, block, arrays: merge_body(m, shape, block, arrays),
         _MERGE_INPUTS if shape.sink_logits else _MERGE_INPUTS[:-1],
-        {"result": jax.ShapeDtypeStruct(rows, jnp.float32)},
+        {"result": jax.ShapeDtypeStruct(rows, jnp.bfloat16 if shape.out_bfloat16 else jnp.float32)},
         shape.grid,
         WARPS,
         shape.shared_bytes,
@@ -309,18 +314,30 @@ def _merge_kernel(shape: MergeShape) -> Any:
 
 
 def merge_partials(
-    out: jax.Array, lse: jax.Array, rotation: Any, *, windows: int, sink_logits: jax.Array | None
+    out: jax.Array,
+    lse: jax.Array,
+    rotation: Any,
+    *,
+    windows: int,
+    sink_logits: jax.Array | None,
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Attention outputs float32 [B, K, G, D] of the partial results of `decode_partials`, windows included.
+    """Attention outputs [B, K, G, D] of the partial results of `decode_partials`, windows included.
 
     out float32 [B, K, G, S, D] and its base-2 log-sum-exp [B, K, G, S]: the first `windows` of S in the
     original basis, the others in the rotated one without value_mean. sink_logits [K * G] take part in the
-    softmax alone.
+    softmax alone. The outputs are rounded once, to `dtype`: float32 or bfloat16.
     """
     *counts, partials, head_dim = out.shape
     transform = rotation.output_transform
     shape = MergeShape(
-        *counts, head_dim, transform.shape[0], windows, partials, sink_logits=sink_logits is not None
+        *counts,
+        head_dim,
+        transform.shape[0],
+        windows,
+        partials,
+        sink_logits=sink_logits is not None,
+        out_bfloat16=dtype == jnp.bfloat16,
     )
     sinks = [] if sink_logits is None else [sink_logits.astype(jnp.float32)]
     return _merge_kernel(shape)(out, lse, transform, rotation.value_mean, *sinks)[0]

@@ -9,7 +9,8 @@ a key word, and a warp with the 16 codes of a value word. Keys and values share 
 A page goes through a warpgroup like this: its rows arrive in shared memory while the page before is still
 being coded; a lane reads the entries of its left operand, centers them and splits them into bytes in
 registers; the next page may then arrive. The products leave 2 D/4 integers Y in every lane, and all that
-follows, up to the packed word, happens to them in place.
+follows, up to the packed word, happens to them in place. They become floats, which hold them exactly, because
+float sums have twice the room of integer and logical instructions, which the rest of the work is full of.
 """
 
 import dataclasses
@@ -34,12 +35,14 @@ HEAD_DIMS = (64, 128, 256)
 WARPS = 4  # of a warpgroup, which works on one page at a time
 THREADS = 32 * WARPS
 
-COLUMNS = 64  # of one product: few enough that all sums, operands and results stay in registers
+# Columns of one product: few enough that sums, operands and results stay in registers. 32 take twice as many
+# instructions (H200, head_dim 256, 2048 pages x 4 heads: 580 us against 556).
+COLUMNS = 64
 HIGH, LOW = 0, 1  # limbs
 
 _SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
-_LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: what sums of cleaned numbers below it cannot hide
+_LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: a sum of two smaller numbers is far from being clamped
 _INFINITY_BITS = 0x7F80
 
 
@@ -134,17 +137,9 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
     m = Warpgroup(block)
     m.area = m.shared_base + shape.area_start + m.index * shape.area_bytes
     rotation_head = head if shape.rotation_heads > 1 else m.Int(0)
-
-    # ---- the transform, in operand order; it stays. The products read it past the threads that copied it.
-    block.sync_block()  # nobody needs the one before any more
-    source = m.pointer(refs[kind + "_transform"]).at(rotation_head, shape.transform_bytes)
-    threads = THREADS * shape.warpgroups
-    for n in range(-(-shape.transform_bytes // (16 * threads))):
-        chunk = (block.thread + n * threads).min(shape.transform_bytes // 16 - 1)
-        m.copy_async(m.shared_base + chunk * 16, source.at(chunk, 16))
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
 
-    # ---- rows: every warp copies the 16 that it will read, a few at a time
+    # Every warp copies the 16 rows of a page that it will read, a few at a time.
     chunks = shape.head_dim // 8  # of 16 bytes in a row
     row, chunk = m.warp * 16 + m.lane.udiv(chunks), m.lane.umod(chunks)
     slot = m.area + row * shape.row_bytes + chunk * 16
@@ -162,12 +157,15 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
         m.commit_copies()
 
     first = first + m.index
+    block.sync_block()  # nobody needs any more what lies in shared memory
     fetch_if_there(first)
+    transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
+    threads = THREADS * shape.warpgroups
+    stage_transform(block, shape.head_dim, transform, threads)
     if kind == "value":
         _store_value_mean(m, shape, refs, rotation_head)
-    m.wait_copies(0)
-    m.order_copies()
-    block.sync_block()  # the transform is there
+    m.order_copies()  # the products read the transform past the threads that wrote it
+    block.sync_block()
     _store_corrections(block, shape, threads)
     block.sync_block()
 
@@ -187,6 +185,76 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
 
     count = (end - first + (shape.warpgroups - 1)).max(0).udiv(shape.warpgroups)
     m.loop(count, [first], page_step)
+
+
+def stage_transform(m: Any, head_dim: int, transform: Any, threads: int) -> None:
+    """Splits a transform (int16 [D, D] at the pointer) into limbs, in operand order, in shared memory.
+
+    The first `threads` threads take blocks of 8 rows and 8 columns; a word of the operand is one limb of four
+    rows of a column.
+    """
+    row_bits, column_bits, _ = operand_offsets(head_dim)
+    width = head_dim.bit_length() - 4  # bits of the number of a block of columns, or of rows
+    units = 1 << 2 * width
+    for start in range(0, units, 2 * threads):  # two blocks at a time hide the way to memory
+        blocks = []
+        for first in range(start, min(start + 2 * threads, units), threads):
+            unit = (m.thread + first).min(units - 1)
+            # Lanes that load together: two neighbours of a row, four rows; then the rest of the row.
+            column = (unit & 1) | ((unit >> 3) & ((1 << width - 1) - 1)) << 1
+            row = ((unit >> 1) & 3) | (unit >> width + 2) << 2
+            source = transform.at(row, 16 * head_dim).at(column, 16)
+            words = [m.load_global(source, 4, 2 * head_dim * i) for i in range(8)]
+            place = m.shared_base
+            for number, bits in ((row, row_bits), (column, column_bits)):
+                for i in range(width):
+                    place = place + ((number >> i) & 1) * bits[3 + i]
+            blocks.append((place, words))
+        for place, words in blocks:
+            store = functools.partial(_store_limbs, m, head_dim, place, words)
+            if units < threads:
+                m.when(m.thread.lt(units), store)
+            else:
+                store()
+
+
+def _store_limbs(m: Any, head_dim: int, place: Any, words: list) -> None:
+    """The limbs of 8 rows of 8 columns, two columns to a word; `place` is where the first one goes."""
+    row_bits, column_bits, low_limb = operand_offsets(head_dim)
+    for column, half in np.ndindex(8, 2):
+        four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
+        offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
+        byte = 2 * (column % 2)
+        m.store_shared(place, [_gather(m, four, byte)], offset + low_limb)
+        # The high limb is that of v + 128, in each half of the word by itself.
+        four = [((v & 0x7FFF7FFF) + 0x00800080) ^ (v & 0x80008000) for v in four]
+        m.store_shared(place, [_gather(m, four, byte + 1)], offset)
+
+
+def _gather(m: Any, four: list, byte: int) -> Any:
+    """Byte `byte` of four integers in one word."""
+    pick = byte | (4 + byte) << 4
+    return m.gather_bytes(
+        m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410
+    )
+
+
+@functools.cache
+def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Where `transform_operand` puts the limbs of a transform, asked of that function itself.
+
+    Byte offsets that add up: of the bits of a row, of the bits of a column, and of the low limb; the high
+    limb of row 0, column 0 is at 0.
+    """
+    bits = head_dim.bit_length() - 1
+    probes = np.zeros((2 * bits + 1, head_dim, head_dim), np.int16)
+    for i in range(bits):
+        probes[i, 1 << i, 0] = probes[bits + i, 0, 1 << i] = 1 << fmt.LIMB_BITS
+    probes[-1, 0, 0] = 1
+    with jax.ensure_compile_time_eval():
+        operand = np.asarray(transform_operand(jnp.asarray(probes)))
+    found = np.argmax(operand.reshape(len(probes), -1).view(np.int8), axis=1).tolist()
+    return tuple(found[:bits]), tuple(found[bits:-1]), found[-1]
 
 
 def _store_corrections(m: Any, shape: QuantizeShape, threads: int) -> None:
@@ -226,34 +294,26 @@ def _quantize_tile(
 ) -> None:
     """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
 
-    `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows.
-    A warp's rows are visible to it.
-    `page_head` = page * heads + head is where the result goes. The transform lies at the start of shared
-    memory, in the order of `transform_operand`, ordered before the products (`order_copies` in the threads
-    that wrote it, then a barrier), behind it what `_store_corrections` says; the value mean lies in the
-    group's area. `rows_are_read` is called when this warp no longer needs its rows in the tile.
+    `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows;
+    the 16 rows of a warp are visible to it. `page_head` = page * heads + head is where the result goes.
+    Shared memory starts with the transform, in the order of `transform_operand` and ordered before the
+    products (`order_copies` in the threads that wrote it, then a barrier), and what `_store_corrections`
+    says; the value mean lies in the group's area. `rows_are_read` is called when this warp needs its rows no
+    more.
     """
     if kind == "key":
         words, largest = _clean_own_rows(m, slots)
         _page_mean(m, shape, refs, words, largest, page_head)
-
     g, c = m.lane >> 2, m.lane & 3
-    *rows, top, top_too = _center_rows(m, shape, tile, g, c)
-    if kind == "value":
-        # Rare: only rows that differ from their cleaned selves by enough to show, or a mean that hides it.
-        mean_tops = m.load_shared(m.area, 4, shape.warp_offset)
-        mean_top = functools.reduce(lambda a, b: a.max(b), mean_tops)
-        strange = top.max_or_nan(top_too).as_int().ge(_LARGE_BITS << 16) | mean_top.ge(_LARGE_BITS)
-        clean = functools.partial(_center_rows, m, shape, tile, g, c, clean=True)
-        *rows, top, top_too = m.branch(m.any_lane(strange), [*rows, top, top_too], lambda _: clean())
+    center = _center_rows if kind == "key" else _center_values
+    *rows, top, top_too = center(m, shape, tile, g, c)
     if rows_are_read:
         rows_are_read()
     limbs, exponents = _split_rows(m, shape, rows, (top, top_too))
     y = _rotate_rows(m, shape, limbs, c)
     bounds = []
-    for half in range(2):
-        total = functools.reduce(lambda a, b: a + b, [x.abs() & -(1 << fmt.ABS_SHIFT) for x in y[half]])
-        total = total >> fmt.ABS_SHIFT
+    for row in y:
+        total = _sum_magnitudes(row)
         for distance in (1, 2):
             total = total + m.shuffle_xor(total, distance)
         mean_abs = total >> shape.head_dim.bit_length() - 1  # head_dim is a power of two
@@ -269,21 +329,28 @@ def _quantize_tile(
 
     m.when(c.eq(0), store_scales)
     store = _store_key_words if kind == "key" else _store_value_words
-    store(m, shape, refs, y, bounds, page_head, g, c)
+    store(m, shape, refs, y, [bound.to_float_up() for bound in bounds], page_head, g, c)
+
+
+def _sum_magnitudes(row: list) -> Any:
+    """The sum of |Y| >> ABS_SHIFT. A sum with a float whose unit is 2**ABS_SHIFT drops the same bits."""
+    unit = 23 + fmt.ABS_SHIFT  # its exponent
+    total = functools.reduce(lambda a, b: a + b, [y.abs().add_to_zero(2.0**unit).as_int() for y in row])
+    return total - (len(row) * (127 + unit << 23) & 0xFFFFFFFF)
 
 
 def _code_word(m: Any, entries: list[tuple]) -> Any:
     """Step 8 for the 16 entries (Y, bound) of a word, in order.
 
-    Y < 0 flips both bits of a code of 3, and -bound <= Y < bound, which is |2Y + 1| < 2 bound + 1, its low
-    bit. Two entries are done at a time: each fills half a word with its sign, and a mask picks the bits that
-    are its code's.
+    Y < 0 flips both bits of a code of 3, and -bound <= Y < bound, which is |Y + 1/2| < bound, its low bit.
+    (Where the half is lost, rounding towards zero leaves the right side of every bound.) Two entries are done
+    at a time: each fills half a word with its sign, and a mask picks the bits that are its code's.
     """
     word = m.Int(-1)
     for p in range(8):
-        pair = [(y << 1, bound) for y, bound in entries[p::8]]
-        inner = [y.distance(-1, -1 - (bound << 1)) for y, bound in pair]
-        negative = m.gather_bytes(pair[0][0], pair[1][0], _SIGNS)
+        pair = entries[p::8]
+        inner = [(y.add_to_zero(0.5).abs() - bound).as_int() for y, bound in pair]
+        negative = m.gather_bytes(*(y.as_int() for y, _ in pair), _SIGNS)
         word = word ^ (negative & (0b11 << 2 * p) * 0x10001)
         word = word ^ (m.gather_bytes(*inner, _SIGNS) & (0b01 << 2 * p) * 0x10001)
     return word
@@ -302,9 +369,7 @@ def _store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: A
 
 def _store_warp_top(m: Any, shape: QuantizeShape, tops: Any) -> None:
     """The warp's largest of two magnitudes (bf16) per lane, to its word in shared memory."""
-    top = (tops >> 16).max(tops & 0xFFFF)
-    for distance in (1, 2, 4, 8, 16):
-        top = top.max(m.shuffle_xor(top, distance))
+    top = m.largest_of_warp((tops >> 16).max(tops & 0xFFFF))
     m.store_shared(m.area + m.warp * 4, [top], shape.warp_offset)
 
 
@@ -326,9 +391,7 @@ def _clean_own_rows(m: Any, slots: list) -> tuple[list, Any]:
     """
 
     def largest(words):
-        # As unsigned numbers the negative ones are the largest, by magnitude; as signed ones the positive.
-        tops = (functools.reduce(maximum, words) & 0x7FFF7FFF for maximum in (m.max_u16x2, m.max_s16x2))
-        return m.max_u16x2(*tops)
+        return functools.reduce(m.max_magnitudes, words) & 0x7FFF7FFF
 
     def clean(carry):
         words = [_clean_word(m, w) for w in carry[:-1]]
@@ -398,20 +461,51 @@ def _halves(word: Any) -> tuple:
     return word << 16, word & 0xFFFF0000
 
 
-def _center_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any, clean: bool = False) -> list:
+def _center_values(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> list:
+    """Step 1, in place, and what `_center_rows` says.
+
+    Cleaning changes nothing where the differences are small, unless the mean is large. So it is rare, and a
+    warp that cleans its rows centers them again.
+    """
+    mean_tops = m.load_shared(m.area, 4, shape.warp_offset)
+    mean_top = functools.reduce(lambda a, b: a.max(b), mean_tops)
+
+    def clean(_):
+        changed = m.Int(0)
+        for s, half in np.ndindex(shape.head_dim // 32, 2):
+            address = _row_address(m, shape, tile, g, c, half)
+            words = m.load_shared(address, 4, 64 * s)
+            cleaned = [_clean_word(m, w) for w in words]
+            m.store_shared(address, cleaned, 64 * s)
+            for before, after in zip(words, cleaned):
+                changed = changed | (before ^ after)
+        return [changed]
+
+    def center():
+        rows = _center_rows(m, shape, tile, g, c)
+        strange = rows[-2].max_or_nan(rows[-1]).as_int().ge(_LARGE_BITS << 16) | mean_top.ge(_LARGE_BITS)
+        (changed,) = m.branch(m.any_lane(strange), [m.Int(0)], clean)
+        return m.any_lane(changed.ne(0)), rows
+
+    return m.repeat([m.Float] * (shape.head_dim // 2 + 2), center)
+
+
+def _row_address(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any, half: int) -> Any:
+    """Of the first 16 bytes that a lane centers of its staged row `half`; so it goes on every 64 bytes."""
+    return tile + (m.warp * 16 + frag.row_token(g, half)) * shape.row_bytes + c * 16
+
+
+def _center_rows(m: Any, shape: QuantizeShape, tile: Any, g: Any, c: Any) -> list:
     """x - mean for the rows frag.row_token(g, half) of this warp, then the largest magnitude of each row.
 
-    A lane holds of row g, then of row g + 8, the channels 32 s + 8 c ... of every k-step s. With `clean`
-    step 1 comes first.
+    A lane holds of row g, then of row g + 8, the channels 32 s + 8 c ... of every k-step s.
     """
     rows: list[list] = [[], []]
     for s in range(shape.head_dim // 32):
         mean = [m.load_shared(m.area + c * 32, 4, shape.mean_offset + 128 * s + 16 * i) for i in range(2)]
         mean = [w.as_float() for w in mean[0] + mean[1]]
         for half in range(2):
-            row = m.warp * 16 + frag.row_token(g, half)
-            words = m.load_shared(tile + row * shape.row_bytes + c * 16, 4, 64 * s)
-            words = [_clean_word(m, w) for w in words] if clean else words
+            words = m.load_shared(_row_address(m, shape, tile, g, c, half), 4, 64 * s)
             x = [v.as_float() for w in words for v in _halves(w)]
             rows[half] += [a - b for a, b in zip(x, mean)]
     tops = []
@@ -452,7 +546,9 @@ def _split_rows(m: Any, shape: QuantizeShape, rows: list, tops: tuple) -> tuple[
 
 
 def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[list, list]:
-    """Step 6: Y [half][2n + b] of a lane is the output channel frag.rotated_channel(n, 2c + b).
+    """Step 6: Y [half][2n + b] of a lane is the output channel frag.rotated_channel(n, 2c + b), as a float.
+
+    |Y| <= 2**14 sqrt(D) 2**14 / 256 <= 2**24, as no column of a transform is longer than 1: a float is exact.
 
     In pieces of COLUMNS channels. high * high and low * low come first, so that their sum, at its place, can
     be what the middle products are added to: two sums at a time instead of three.
@@ -461,20 +557,20 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
     size = len(limbs[0])
     limbs = m.wgmma_fence([*limbs[0], *limbs[1]])
     a_limbs = (limbs[:size], limbs[size:])
-    corrections = m.shared_base + c * shape.correction_stride
+    corrections = m.shared_base + c * shape.correction_stride + shape.transform_bytes
     y: tuple[list, list] = ([], [])
 
     def product(tile, a, b, total=None):
         for s in range(steps):
-            address = m.shared_base + operand_offset(shape.head_dim, b, s, tile)
+            offset = operand_offset(shape.head_dim, b, s, tile)
             words = a_limbs[a][4 * s : 4 * s + 4]
-            total = m.wgmma_s8(words, address, total, columns=COLUMNS, unsigned_a=True)
+            total = m.wgmma_s8(words, m.shared_base, offset, total, columns=COLUMNS, unsigned_a=True)
         return total
 
     for tile in range(0, shape.head_dim // 8, COLUMNS // 8):
         outer = product(tile, HIGH, HIGH) + product(tile, LOW, LOW)
-        offset = shape.transform_bytes + 8 * tile
-        correction = [w for n in range(0, COLUMNS, 16) for w in m.load_shared(corrections, 4, offset + n)]
+        offsets = range(8 * tile, 8 * tile + COLUMNS, 16)
+        correction = [w for offset in offsets for w in m.load_shared(corrections, 4, offset)]
         outer = m.wgmma_wait(outer)
         total = []
         for i, (high, low) in enumerate(zip(outer[: COLUMNS // 2], outer[COLUMNS // 2 :])):
@@ -483,16 +579,8 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
         total = m.wgmma_fence(total)
         total = m.wgmma_wait(product(tile, LOW, HIGH, product(tile, HIGH, LOW, total)))
         for i, x in enumerate(total):
-            y[i >> 1 & 1].append(x)
+            y[i >> 1 & 1].append(x.to_float())
     return y
-
-
-def _gather(m: Any, four: list, byte: int) -> Any:
-    """Byte `byte` of four integers in one word."""
-    pick = byte | (4 + byte) << 4
-    return m.gather_bytes(
-        m.gather_bytes(four[0], four[1], pick), m.gather_bytes(four[2], four[3], pick), 0x5410
-    )
 
 
 def _store_key_words(
@@ -601,7 +689,6 @@ def _launch(shape: QuantizeShape, arrays: dict) -> dict[str, jax.Array]:
     inputs, outputs = _argument_names(shape.kinds)
     for kind in shape.kinds:
         arrays[kind + "_rows"] = round_to_bfloat16(arrays[kind + "_rows"])
-        arrays[kind + "_transform"] = transform_operand(arrays[kind + "_transform"])
     return dict(zip(outputs, _quantize_kernel(shape)(*(arrays[n] for n in inputs))))
 
 

@@ -102,14 +102,6 @@ class Int:
     def _compare(self, kind, other):
         return Predicate(arith.cmpi(kind, self.value, self._of(other)))
 
-    def abs(self):
-        return Int(_ptx("abs.s32 $0, $1;", [self.value], [_i32()])[0])
-
-    def distance(self, other, addend):
-        """|self - other| + addend."""
-        operands = [self.value, self._of(other), self._of(addend)]
-        return Int(_ptx("sad.s32 $0, $1, $2, $3;", operands, [_i32()])[0])
-
     def lt(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 
@@ -129,6 +121,10 @@ class Int:
     def to_float(self):
         """The nearest float of the signed value."""
         return Float(arith.sitofp(_f32(), self.value))
+
+    def to_float_up(self):
+        """The smallest float that is not below the signed value."""
+        return Float(_ptx("cvt.rp.f32.s32 $0, $1;", [self.value], [_f32()])[0])
 
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
@@ -162,6 +158,10 @@ class Float:
         """self * factor + addend, rounded once, to the next smaller float."""
         operands = (self, Float(self._of(factor)), Float(self._of(addend)))
         return _ptx_float("fma.rm.f32 $0, $1, $2, $3;", *operands)
+
+    def add_to_zero(self, other):
+        """The sum, rounded to the next float towards zero."""
+        return _ptx_float("add.rz.f32 $0, $1, $2;", self, Float(self._of(other)))
 
     def max(self, other):
         return _ptx_float("max.f32 $0, $1, $2;", self, Float(self._of(other)))
@@ -305,13 +305,9 @@ class MosaicMachine:
         """Two floats rounded to bfloat16 in one word."""
         return Int(_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", [high.value, low.value], [_i32()])[0])
 
-    def max_u16x2(self, a, b):
-        """Maximum of the two unsigned 16-bit halves."""
-        return Int(_ptx("max.u16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
-
-    def max_s16x2(self, a, b):
-        """Maximum of the two signed 16-bit halves."""
-        return Int(_ptx("max.s16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
+    def max_magnitudes(self, a, b):
+        """The larger magnitudes of two pairs of bf16, NaN where one is; their signs mean nothing."""
+        return Int(_ptx("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", [a.value, b.value], [_i32()])[0])
 
     def sum_bytes(self, word, total):
         """The total plus the four signed bytes of the word."""
@@ -357,12 +353,13 @@ class MosaicMachine:
         """Hands registers, all that the following products read, to the matrix unit; returns them."""
         return _ptx_through("wgmma.fence.sync.aligned;", registers)
 
-    def wgmma_s8(self, a, b, c=None, *, columns: int, unsigned_a=False):
+    def wgmma_s8(self, a, b, offset: int, c=None, *, columns: int, unsigned_a=False):
         """Starts c[64, columns] + a[64, 32] @ b[32, columns] in int32 (c = 0 if left out), for a warpgroup.
 
         Every warp holds 16 rows of a (s8 or u8) and of the result, laid out as for `mma_s8`; 8 columns of the
-        result are 4 registers. b (s8) lies in shared memory at the address b, the same in all warps: per
-        8 columns 256 bytes, two halves of the contraction, in each of them 16 bytes per column.
+        result are 4 registers. b (s8) lies in shared memory `offset` bytes (16 n) behind the address b, the
+        same in all warps: per 8 columns 256 bytes, two halves of the contraction, in each of them 16 bytes
+        per column. The offset is added next to the instruction: sums of many would be kept in registers.
         """
         count = columns // 2
         first = count if c is None else 2 * count
@@ -370,17 +367,16 @@ class MosaicMachine:
             "{" + ",".join(f"${i}" for i in range(n, n + size)) + "}" for n, size in ((0, count), (first, 4))
         )
         code = (
-            f"{{ .reg .pred p; setp.ne.b32 p, {int(c is not None)}, 0; "
+            f"{{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, {int(c is not None)}, 0; "
+            f"add.s32 l, ${first + 4}, {offset // 16}; mov.b64 d, {{l, {256 // 16}}}; "
             f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.{'u8' if unsigned_a else 's8'}.s8 "
-            f"{out}, {left}, ${first + 4}, p; }}"
+            f"{out}, {left}, d, p; }}"
         )
-        # Descriptor: address, distance along the contraction and along the columns, in units of 16 bytes.
+        # Descriptor d: address, distance along the contraction and along the columns, in units of 16 bytes.
         low = ((b >> 4) & 0x3FFF) | (128 // 16) << 16
-        high = mosaic_utils.c((256 // 16) << 32, _i64())
-        descriptor = arith.ori(arith.extui(_i64(), low.value), high)
         tied = [] if c is None else [x.value for x in c]
-        constraints = ["=r"] * count + [str(i) for i in range(len(tied))] + ["r"] * 4 + ["l"]
-        operands = [*tied, *(x.value for x in a), descriptor]
+        constraints = ["=r"] * count + [str(i) for i in range(len(tied))] + ["r"] * 5
+        operands = [*tied, *(x.value for x in a), low.value]
         return _inline_asm(code, operands, constraints, count)
 
     def wgmma_wait(self, registers):
@@ -404,6 +400,10 @@ class MosaicMachine:
         )
         return Int(got).as_float() if isinstance(x, Float) else Int(got)
 
+    def largest_of_warp(self, x):
+        """The largest of the signed integers in the lanes of a warp."""
+        return Int(_ptx("redux.sync.max.s32 $0, $1, -1;", [x.value], [_i32()], memory=True, warp=True)[0])
+
     def any_lane(self, condition):
         """Whether the condition holds in some lane of the warp."""
         code = "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
@@ -425,6 +425,10 @@ class MosaicMachine:
         """
         code = f"ld.global{'' if early else '.nc'}.{_vector(count)}, [${count}+{offset}];"
         return [Int(x) for x in _ptx(code, [pointer.value], [_i32()] * count, memory=True)]
+
+    def prefetch(self, pointer, offset=0):
+        """Brings the 128-byte line of global memory there into the L2 cache."""
+        mosaic_utils.inline_ptx(f"prefetch.global.L2 [$0+{offset}];", pointer.value)
 
     def load_changing(self, pointer):
         """One word that other blocks of this kernel may write meanwhile."""
@@ -540,6 +544,20 @@ class MosaicMachine:
             scf.YieldOp([x.value for x in body(list(carry))])
         with ir.InsertionPoint(op.else_block):
             scf.YieldOp([x.value for x in carry])
+        return [kind(x) for kind, x in zip(kinds, op.results)]
+
+    def repeat(self, kinds: Sequence, body: Callable[[], tuple[Predicate, list]]) -> list:
+        """Runs `body() -> (again, values)` until `again`, the same in all lanes of a warp, fails.
+
+        Returns the last values; `kinds` are their types.
+        """
+        types = [_f32() if kind is Float else _i32() for kind in kinds]
+        op = scf.WhileOp(types, [])
+        with ir.InsertionPoint(op.before.blocks.append()):
+            again, values = body()
+            scf.ConditionOp(again.value, [x.value for x in values])
+        with ir.InsertionPoint(op.after.blocks.append(*types)):
+            scf.YieldOp([])
         return [kind(x) for kind, x in zip(kinds, op.results)]
 
 

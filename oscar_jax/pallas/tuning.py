@@ -10,8 +10,9 @@ MULTIPROCESSORS = 132
 class DecodePlan:
     """How a decode launch is cut: blocks per sequence and head, warps per block, staged pages per warp.
 
-    window_pages is the work of a BF16 window page in INT2 pages, mean_pages the number of pages whose mean
-    keys meet the query in one product: a power of two up to 16.
+    window_parts is the number of warps that share a BF16 window page (1, 2 or 4), window_pages the work of
+    such a part in INT2 pages, mean_pages the number of pages whose mean keys meet the query in one product:
+    a power of two up to 16.
     """
 
     splits: int
@@ -19,47 +20,60 @@ class DecodePlan:
     stages: int
     window_pages: int = 0
     mean_pages: int = 16
+    window_parts: int = 1
 
 
 # head_dim -> (warps per block, stages per warp, pages per product of mean keys). One block fits on a
-# multiprocessor, for its registers and its shared memory. Only head_dim 128 was compared (8 key/value heads,
-# 4 query heads each, 102 400 tokens, microseconds):
-#   batch 8, 2 splits: 12 warps 116.8, 8 warps 120.5, two blocks of 4 warps 123.0
-#   batch 1, 16 splits: 12 warps 25.1, 8 warps 21.6, two blocks of 4 warps 23.7
-# Twelve warps leave each 168 registers: enough in the loop for four query heads, not for eight, and a window
-# page then loads its rows one after the other, which only long sequences hide.
+# multiprocessor, for its registers and its shared memory. Microseconds of the decode kernel with 8 key/value
+# heads of 128 channels, 102 400 tokens (the two in brackets: an earlier version):
+#   batch 8, 2 splits, 4 query heads each: 12 warps 116.7, (8 warps 120.5, two blocks of 4 warps 123.0)
+#   batch 8, 2 splits, 8 query heads each: 12 warps 126.0, 8 warps 132.1
+#   batch 1, 16 splits, 4 query heads each: 12 warps 22.3, 8 warps 22.3 and, by whole window pages, 21.8
 _DECODE = {64: (8, 8, 16), 128: (8, 5, 16), 256: (8, 3, 4)}
-_DECODE_LONG = {128: (12, 3, 16)}  # for at most four query heads and blocks of
-LONG_PAGES = 400  # INT2 pages or more; between 100 and 800 nothing was measured
-# Of 7, 10, 13 and 16 all are within 0.5 % with 8 warps; with 12 warps 10 is better than 3, 7 and 14.
-WINDOW_PAGES = 10
-MIN_PAGES_PER_WARP = 2  # a split that leaves a warp less than this is not worth its merge
+_DECODE_LONG = {128: (12, 3, 16)}  # for blocks of LONG_PAGES INT2 pages or more
+LONG_PAGES = 400  # at 254 8 warps are as good, between that and 800 nothing was measured
+# Two blocks on a multiprocessor hide each other's start and end, where there are blocks enough. Batch 32, 8
+# key/value heads of 128 channels: 4096 tokens 41.8 against 47.1 by one of 8 warps, 32 768 tokens 165.1
+# against 166.9 (8 query heads each: 176.9 against 181.9).
+_DECODE_TWO = {64: (4, 8, 16), 128: (4, 5, 16), 256: (4, 3, 4)}
+# Batch 8, 12 warps, 102 400 tokens: 6 116.7, 10 117.8; two parts of 3 each 118.6, four parts of 1 each 121.3.
+WINDOW_PAGES = 6
 BLOCK_PAGES = 40  # about the pages that a block could read while it starts, reads windows and merges
 
 
-def decode_plan(rows: int, table_pages: int, head_dim: int, paired: bool) -> DecodePlan:
+def decode_plan(rows: int, table_pages: int, head_dim: int, window_slots: int) -> DecodePlan:
     """The plan for `rows` = sequences x heads x tiles of query heads and tables of `table_pages` pages.
 
-    `paired` says that a tile has at most four query heads. The number of splits is the one with the least
-    pages (and BLOCK_PAGES) per multiprocessor, when the device runs one block on each at a time.
+    The number of splits is the one with the least pages (and BLOCK_PAGES) per multiprocessor, when the device
+    runs one block on each at a time, as long as every second warp gets a page or a quarter of a window page.
     """
     warps, stages, mean_pages = _DECODE[head_dim]
-    most = min(max(8, MULTIPROCESSORS // rows), max(1, table_pages // (warps * MIN_PAGES_PER_WARP)))
+    most = max(1, 2 * (table_pages + 4 * window_slots) // warps)
+    most = min(max(8, MULTIPROCESSORS // rows), most)
 
     def cost(splits: int) -> float:
         return -(-rows * splits // MULTIPROCESSORS) * (table_pages / splits + BLOCK_PAGES)
 
     splits = min(range(1, most + 1), key=cost)
-    if paired and head_dim in _DECODE_LONG and table_pages >= splits * LONG_PAGES:
-        warps, stages, mean_pages = _DECODE_LONG[head_dim]
+    if rows > MULTIPROCESSORS and table_pages < 2 * LONG_PAGES:
+        splits, (warps, stages, mean_pages) = 1, _DECODE_TWO[head_dim]
+    elif table_pages >= splits * LONG_PAGES:
+        warps, stages, mean_pages = _DECODE_LONG.get(head_dim, (warps, stages, mean_pages))
+    # A warp with a window page should not be the last: where the others have little, four share one. Batch 1,
+    # 4096 tokens, 16 splits: 7.4 against 9.8 by 3 splits and whole window pages.
+    share = (table_pages + window_slots * WINDOW_PAGES) / (splits * warps)
+    if share < WINDOW_PAGES / 2:
+        return DecodePlan(splits, warps, stages, 1, mean_pages, window_parts=4)
     return DecodePlan(splits, warps, stages, WINDOW_PAGES, mean_pages)
 
 
-# head_dim -> warpgroups per block; one block fits on a multiprocessor. Measured (H200, one version of the
-# kernel): 128 with 2, 3, 4: 434, 382, 471 us for 2048 pages x 8 heads; 64 with 4, 5: 341, 365 us for twice as
-# many pages; 256 with 1, 2: 1155, 1012 us for half as many heads.
+# head_dim -> warpgroups per block; one block fits on a multiprocessor. Measured (H200, microseconds, keys and
+# values in one launch, always within one version of the kernel): head_dim 128, 2048 pages x 8 heads: two 395,
+# three 334; four, which spill, 420 with products of 32 columns against 326. head_dim 64, twice as many pages:
+# four 292, five 316. head_dim 256, half as many heads: one 1155, two 1012 (a version with many spills).
 _QUANTIZE = {64: 4, 128: 3, 256: 2}
-_PAGE_COSTS = {"key": 6, "value": 5}  # 198 and 165 us for pages of one kind alone, head_dim 128
+# Pages of one kind alone take 183 and 151 us (head_dim 128). 13:11, 5:4 and 11:9 are 3 to 5 % slower.
+_PAGE_COSTS = {"key": 6, "value": 5}
 
 
 def quantize_plan(pages: int, head_dim: int) -> tuple[int, int]:

@@ -1,29 +1,43 @@
-"""One-token attention on Hopper, in Gluon: a ring of pages in shared memory, codes in registers.
+"""One-token attention on Hopper, in Gluon: rings of pages in shared memory, codes in registers.
 
-Stage 1 of `decode_triton.py`, which rotates the query before it and merges after it. Every warp is a program
-of its own: it reads an equal share of all pages, copies them in bulk to a private ring (one barrier per
-stage), keeps an online softmax in registers, and exchanges nothing with other warps.
+Four launches, no host wait. Each may start while the one before it is at work (programmatic dependent
+launch) and waits for what it needs:
 
-Keys: int8 products. Masks turn a word of 16 codes into four A registers of mma.m16n8k32; codes at odd places
-carry a factor 4 that the query undoes. The query is a 15-bit integer in two signed bytes; its high and low
-byte are neighbouring columns, so every lane finds both halves of its score in its own registers. The page's
-mean key is one more product, in bf16.
+1. `decode_triton.rotate`: rotates the queries.
+2. `_stage_kernel`: flash attention over equal pieces of all pages, INT2 and BF16 (`DecodePlan`). It asks for
+   its first pages and reads its BF16 pages before it waits for the queries.
+3. `_merge_kernel`: merges the partial results.
+4. `decode_triton.rotate`: back to the original basis with what came from INT2 pages; adds the rest.
 
-Values: fp16 products. `word & 0x00030003` read as two fp16 is code * 2**-24, codes at bits 2 i carry 4**i,
-which the probabilities undo; `movmatrix` turns them from accumulator to operand layout.
+Inside the stage every warp is a flash decoder of its own: it copies its share of the pages in bulk to a
+private ring (one barrier per stage), keeps an online softmax in registers, and meets the other warps of its
+block only after its last page. The compiler does not know: to it, all warps hold the same tensors, and
+`gl.store` lets one warp store what it takes for copies. Hence `_store_words`; `gl.store` is for the few
+tensors that are dealt out to the warps of a block.
+
+Keys and values are int8 products. Masks turn a word of 16 codes into four A registers of mma.m16n8k32; codes
+at odd places carry a factor 4 that the other operand undoes. That is a 15-bit integer in two signed bytes,
+high and low in neighbouring columns, so that every lane finds both halves of a sum in its own registers: the
+rotated query, and P * scale as a fraction of the page's largest. `movmatrix` turns the latter from
+accumulator to operand layout. A page's sums are added to float32 outputs. The page's mean key is one more
+product, in bf16.
 
 Index bits (page of 64 tokens): row r = 8 i + g of a score tile is token 8 g + i, so that lane g owns 8
-neighbouring tokens (one 16-byte load of scales) and code i of every value word meets row block i. Lane g
-reads token 8 g + (i ^ turn) so that lanes hit different banks; registers are swapped afterwards.
+neighbouring tokens: one 16-byte load of scales, and rows i and i + 4 are neighbouring bytes of a value word.
+Lanes that read keys together find them in the same banks; reading other tokens and swapping registers
+afterwards costs more.
 
-Gluon has no bulk copy of plain bytes and no address of shared memory: both are inline PTX. The ring is the
-only allocation of the kernel, so it lies where `global_smem` points.
+Gluon has no bulk copy of plain bytes and no address of shared memory: both are inline PTX. The kernel
+allocates shared memory once, so it lies where `global_smem` points.
 """
 
+import ctypes
 import dataclasses
+import functools
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -37,29 +51,40 @@ HEAD_DIMS = (64, 128, 256)
 HOPPER = 9
 PAGE = gl.constexpr(fmt.PAGE_TOKENS)
 QUERY_RANGE = gl.constexpr(32000.0)  # |query| in integer steps: the high byte stays inside -128 .. 127
+LOG2_E = gl.constexpr(plain.LOG2_E)
 EMPTY = gl.constexpr(-1.0e30)  # running maximum before the first page
 HIDDEN = gl.constexpr(-3.0e38)  # score of a token outside the sliding window
-# The maximum only moves when a score exceeds it by SLACK (base 2): most pages skip the rescaling. P reaches
-# 2**5, a value scale 2 in units of the largest power of two so far: P * scale * 2**9 < 2**15 fits fp16.
-SLACK = gl.constexpr(5.0)
-P_UNIT = gl.constexpr(2.0**9)
-CODE_UNIT = gl.constexpr(2.0**24)  # a code read as an fp16 subnormal is code * 2**-24
+SLACK = gl.constexpr(2.0**24)  # the maximum only moves when P, summed over a lane's tokens, exceeds this
+FRACTION_RANGE = gl.constexpr(32500.0)  # P * scale of a page in integer steps; 127.5 * 256 is the end
+# A float32 plus 2**23 has its nearest integer in its low bits. With 128 more, the second byte is the high one
+# of a split into two signed bytes; the low one is the first byte with its top bit turned.
+WHOLE = gl.constexpr(2.0**23 + 128.0)
 
 AND_03 = gl.constexpr("and.b32 $0, $1, 0x03030303;")
 AND_0C = gl.constexpr("and.b32 $0, $1, 0x0C0C0C0C;")
-HALF_0 = gl.constexpr("and.b32 $0, $1, 0x00030003;")
-HALF_1 = gl.constexpr("and.b32 $0, $1, 0x000C000C;")
-HALF_2 = gl.constexpr("and.b32 $0, $1, 0x00300030;")
-HALF_3 = gl.constexpr("and.b32 $0, $1, 0x00C000C0;")
-HALF_4 = gl.constexpr("and.b32 $0, $1, 0x03000300;")
-PACK_HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+FRACTION_BYTES = gl.constexpr("{ .reg .b32 x; prmt.b32 x, $1, $2, 0x4051; xor.b32 $0, x, 0x80800000; }")
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 LOAD_1 = gl.constexpr("ld.shared.b32 $0, [$1];")
 LOAD_2 = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
 LOAD_4 = gl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 LOAD_MATRICES = gl.constexpr("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];")
-MAX_HALVES = gl.constexpr("max.u16x2 $0, $1, $2;")
-RING = gl.constexpr("mov.u32 $0, global_smem;")
+STORE_GLOBAL = gl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }"
+)
+STORE_1 = gl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
+STORE_1_IN_FIRST_ROW = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.lt.u32 p, lane, 4;"
+    " @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }"
+)
+SHARED_MEMORY = gl.constexpr("mov.u32 $0, global_smem;")
+# By a shuffle: so the assembler knows that it is the same in all lanes.
+WARP = gl.constexpr(
+    "{ .reg .b32 x; mov.u32 x, %tid.x; shr.u32 x, x, 5; shfl.sync.idx.b32 $0, x, 0, 0x1f, 0xffffffff; }"
+)
+WARP_BARRIER = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+# With a fence, since bulk copies may overwrite what was written before.
+BLOCK_BARRIER = gl.constexpr("fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, 0;")
 START_BARRIER = gl.constexpr(
     "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.init.shared::cta.b64 [$1], 1; mov.b32 $0, 0; }"
 )
@@ -74,40 +99,51 @@ WAIT_BARRIER = gl.constexpr(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra again;"
     " mov.b32 $0, 0; }"
 )
-MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
-BYTES_LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 4))
-BYTES_RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
-HALVES_LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
-HALVES_RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+WARPS = gl.constexpr(4)  # of a block
+# All warps hold the same matrices: the axis of the layout that is dealt out to them has size 1.
+MMA = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS.value, 1, 1], instr_shape=[1, 16, 8])
+)
+ACC = gl.constexpr(gl.SliceLayout(0, MMA.value))
+BYTES_LEFT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(0, MMA.value, 4)))
+BYTES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 4)))
+HALVES_LEFT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(0, MMA.value, 2)))
+HALVES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 2)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How one head_dim runs: programs (warps) per multiprocessor, pages in a ring, work of one BF16 page.
+    """How one head_dim runs: blocks per multiprocessor, pages in a ring, work of one BF16 page.
 
-    programs: for up to 4 query heads per key/value head; more heads need more registers. window_pages: in
+    blocks: for up to 4 query heads per key/value head; more heads need the registers of two. window_pages: in
     INT2 pages.
     """
 
-    programs: int
+    blocks: int
     stages: int
-    window_pages: int = 8
+    window_pages: int = 12
 
     def resident(self, padded_group: int) -> int:
-        """Programs per multiprocessor for 4, 8 or 16 heads."""
-        return self.programs * {4: 4, 8: 3, 16: 2}[padded_group] // 4
+        """Blocks per multiprocessor for 4, 8 or 16 heads."""
+        return self.blocks if padded_group == 4 else min(2, self.blocks)
+
+    def ring_stages(self, padded_group: int) -> int:
+        """Pages in a ring: fewer blocks have more memory each."""
+        return self.stages * self.blocks // self.resident(padded_group)
 
     def registers(self, padded_group: int) -> int:
-        """Registers per thread that so many programs leave each other."""
-        return min(255, 65536 // (32 * self.resident(padded_group)) // 8 * 8)
+        """Registers per thread that so many blocks leave each other."""
+        return min(255, 65536 // (32 * WARPS.value * self.resident(padded_group)))
 
 
-# 128 is the fastest of eight settings on an H200 at batch 8 (147 us in all; 15 programs with rings of 3 pages
-# take 153: they ask for more than the memory delivers), 1 and 32; the other head_dims are not compared.
+# Only 128 was compared, on an H200 with 8 key/value heads of 4 query heads each: microseconds in all, L2 cold
+# and dirty, at batch 8 and 1 with 102 400 tokens and at batch 32 with 32 768: 136.9, 35.7, 181.8. A BF16 page
+# taken as 8 INT2 pages: 138.5, 35.6, 180.6; two blocks of 8 warps: 141.2, 35.5, 182.8. Rings of 3 pages take
+# 0.5 to 10 more: the loads alone take nearly as long, and more of them at a time do not make memory faster.
 TUNING = {
-    64: Tuning(programs=16, stages=3),
-    128: Tuning(programs=16, stages=2),
-    256: Tuning(programs=8, stages=3),
+    64: Tuning(blocks=4, stages=3),
+    128: Tuning(blocks=4, stages=2),
+    256: Tuning(blocks=2, stages=2),
 }
 
 
@@ -122,10 +158,11 @@ def _bases(rank: int, *entries: tuple[int, int]) -> list[list[int]]:
 
 @gluon.constexpr_function
 def _linear(shape: list[int], registers, lanes) -> gl.DistributedLinearLayout:
+    """The layout of a tensor that every warp holds for itself."""
     rank = len(shape)
     return gl.DistributedLinearLayout(
-        reg_bases=_bases(rank, *registers), lane_bases=_bases(rank, *lanes), warp_bases=[], block_bases=[],
-        shape=shape,
+        reg_bases=_bases(rank, *registers), lane_bases=_bases(rank, *lanes),
+        warp_bases=_bases(rank, *_bits(-1, WARPS)), block_bases=[], shape=shape,
     )  # fmt: skip
 
 
@@ -155,8 +192,15 @@ def _key_address_layout():
 
 @gluon.constexpr_function
 def _value_layout(head_dim: int):
-    """[D / 8, 8 g, 4 c, 2]: lane (g, c) holds word c of channels 8 r + g, each twice."""
-    return _linear([head_dim // 8, 8, 4, 2], [*_bits(3, 2), *_bits(0, head_dim // 8)], _lanes(1, 2))
+    """[D / 8, 8 g, 4 c, 4 bytes]: lane (g, c) holds word c of channels 8 r + g, each four times."""
+    return _linear([head_dim // 8, 8, 4, 4], [*_bits(3, 4), *_bits(0, head_dim // 8)], _lanes(1, 2))
+
+
+@gluon.constexpr_function
+def _weight_layout(padded_group: int):
+    """[4 r, 8 g, GP, 4 bytes]: lane (g, c) holds words of heads c, c + 4, ..., each four times."""
+    tiles = [(2, 4 << n) for n in range((padded_group // 4).bit_length() - 1)]
+    return _linear([4, 8, padded_group, 4], [*_bits(3, 4), *_bits(0, 4), *tiles], _lanes(1, 2))
 
 
 @gluon.constexpr_function
@@ -194,6 +238,14 @@ def _window_key_layout(head_dim: int):
 
 
 @gluon.constexpr_function
+def _window_query_layout(head_dim: int, padded_group: int):
+    """[2 GP, D / 32, 4 c, 8]: lane (g, c) holds 8 neighbouring channels of columns g, g + 8, ..."""
+    columns = [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
+    blocks = _bits(1, head_dim // 32)
+    return _linear([2 * padded_group, head_dim // 32, 4, 8], [*_bits(3, 8), *blocks, *columns], _lanes(0, 2))
+
+
+@gluon.constexpr_function
 def _window_value_layout(head_dim: int):
     """[16 tokens, D / 64, 8 g, 8]: lane (g, c) holds 8 neighbouring channels of tokens 2 c, 2 c + 1, ..."""
     registers = [*_bits(3, 8), (0, 1), (0, 8), *_bits(1, head_dim // 64)]
@@ -227,21 +279,27 @@ _stage_bytes = gluon.constexpr_function(fmt.int2_page_bytes)
 
 @gluon.constexpr_function
 def ring_bytes(head_dim: int, stages: int) -> int:
-    """Shared memory of a program, a multiple of 128: stages, then their barriers."""
+    """Shared memory of a warp, a multiple of 128: stages, then their barriers."""
     return -(-stages * (_stage_bytes(head_dim) + 8) // 128) * 128
+
+
+@gluon.constexpr_function
+def shared_bytes(head_dim: int, stages: int) -> int:
+    """Shared memory of a block."""
+    return WARPS * ring_bytes(head_dim, stages)
 
 
 @gluon.constexpr_function
 def _fetch_assembly(head_dim: int) -> str:
     """Elected lane: five bulk copies of one head's page, whose bytes the stage's barrier counts."""
     sizes = [16 * head_dim, 16 * head_dim, 2 * head_dim, 128, 128]
-    lines = ["{ .reg .pred p;", "bar.warp.sync 0xffffffff;", "fence.proxy.async.shared::cta;"]
-    lines += ["elect.sync _|p, 0xffffffff;", "setp.ne.and.b32 p, $8, 0, p;"]
-    lines += [f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {sum(sizes)};"]
+    lines = ["{ .reg .pred p;", "bar.warp.sync 0xffffffff;", "elect.sync _|p, 0xffffffff;"]
+    lines += ["setp.ne.and.b32 p, $8, 0, p;", "@!p bra done;"]
+    lines += [f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {sum(sizes)};"]
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     for n, size in enumerate(sizes):
-        lines.append(f"@p {copy} [$6 + {sum(sizes[:n])}], [${n + 1}], {size}, [$7];")
-    return "\n".join([*lines, "mov.b32 $0, 0; }"])
+        lines.append(f"{copy} [$6 + {sum(sizes[:n])}], [${n + 1}], {size}, [$7];")
+    return "\n".join([*lines, "done:", "mov.b32 $0, 0; }"])
 
 
 @gluon.jit
@@ -263,6 +321,11 @@ def _fetch(
         (value_scale_ptr + physical * PAGE).to(gl.int64), stage, barrier, wanted.to(gl.int32),
     ]  # fmt: skip
     _run(_fetch_assembly(D), "=r,l,l,l,l,l,r,r,r", sources)
+
+
+@gluon.jit
+def _load_word(address):
+    return gl.inline_asm_elementwise(LOAD_1, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -288,8 +351,7 @@ def _join4(a, b, c, d):
 def _load_keys(address, words: gl.constexpr):
     """Address of a lane's first word of 64 tokens [8 g, 8 i, 4 c] -> int32 [8 g, 8 i, 4 c, words]."""
     if words == 1:
-        x = gl.inline_asm_elementwise(LOAD_1, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
-        x = x.reshape([8, 8, 4, 1])
+        x = _load_word(address).reshape([8, 8, 4, 1])
     elif words == 2:
         a, b = gl.inline_asm_elementwise(
             LOAD_2, "=r,=r,r", [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
@@ -345,9 +407,22 @@ def _bytes(asm: gl.constexpr, word):
 
 
 @gluon.jit
-def _halves(asm: gl.constexpr, word):
-    """Two copies of a word, int32 [..., 2] -> its masked halves, fp16 [..., 2], by one instruction."""
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [word], dtype=gl.float16, is_pure=True, pack=2)
+def _mma(a, b, acc):
+    """acc + a @ b, each warp its own."""
+    out = mma_v2(gl.expand_dims(a, 0), gl.expand_dims(b, 0), gl.expand_dims(acc, 0))
+    return gl.convert_layout(out.reshape(acc.shape), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def _unpack(word):
+    """Four copies of words int32 [a, b, c, d, 4] -> int8 [a, b, c, d, 4 bytes, 2, 2] at register 2 y + x.
+
+    Byte n of register r is code r + 4 n of the word, times 4 where r is odd.
+    """
+    high = word >> 4
+    low_parts = gl.join(_bytes(AND_03, word), _bytes(AND_0C, word))
+    high_parts = gl.join(_bytes(AND_03, high), _bytes(AND_0C, high))
+    return gl.join(low_parts, high_parts)
 
 
 @gluon.jit
@@ -357,26 +432,46 @@ def _key_operand(words, D: gl.constexpr):
     Contraction index ((part * D/64 + j) * 4 + c) * 4 + byte: channel 16 (D/64 * c + j) + part + 4 byte, times
     4 for odd parts.
     """
-    word = gl.expand_dims(words, 4).broadcast_to([8, 8, 4, D // 64, 4])
-    high = gl.expand_dims(words >> 4, 4).broadcast_to([8, 8, 4, D // 64, 4])
-    low_parts = gl.join(_bytes(AND_03, word), _bytes(AND_0C, word))
-    high_parts = gl.join(_bytes(AND_03, high), _bytes(AND_0C, high))
-    codes = gl.join(low_parts, high_parts).permute((1, 0, 6, 5, 3, 2, 4)).reshape([64, D])
+    codes = _unpack(gl.expand_dims(words, 4).broadcast_to([8, 8, 4, D // 64, 4]))
+    codes = codes.permute((1, 0, 6, 5, 3, 2, 4)).reshape([64, D])
     return gl.convert_layout(codes, BYTES_LEFT, assert_trivial=True)
 
 
 @gluon.jit
 def _value_operand(words, D: gl.constexpr):
-    """Value words int32 [D / 8, 8 g, 4 c] -> fp16 [D, 64]; column 8 i + 2 c + b: token 16 c + 8 b + i."""
-    word = gl.expand_dims(words, 3).broadcast_to([D // 8, 8, 4, 2])
-    high = gl.expand_dims(words >> 10, 3).broadcast_to([D // 8, 8, 4, 2])
-    pair0 = gl.join(_halves(HALF_0, word), _halves(HALF_1, word))
-    pair1 = gl.join(_halves(HALF_2, word), _halves(HALF_3, word))
-    pair2 = gl.join(_halves(HALF_4, word), _halves(HALF_0, high))
-    pair3 = gl.join(_halves(HALF_1, high), _halves(HALF_2, high))
-    codes = gl.join(gl.join(pair0, pair1), gl.join(pair2, pair3))  # [D / 8, g, c, b, i0, i1, i2]
-    codes = codes.permute((0, 1, 6, 5, 4, 2, 3)).reshape([D, 64])
-    return gl.convert_layout(codes, HALVES_LEFT, assert_trivial=True)
+    """Value words int32 [D / 8, 8 g, 4 c] -> int8 [D, 64], the left operand of the outputs.
+
+    Column 16 r + 4 c + byte: token 16 c + r + 4 byte, times 4 for odd r.
+    """
+    codes = _unpack(gl.expand_dims(words, 3).broadcast_to([D // 8, 8, 4, 4]))
+    codes = codes.permute((0, 1, 5, 4, 2, 3)).reshape([D, 64])
+    return gl.convert_layout(codes, BYTES_LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _weight_operand(fixed, GP: gl.constexpr):
+    """P in integer steps, as float32 plus WHOLE [8 i, 8 g, GP] -> int8 [64, 2 GP], for P @ V.
+
+    Rows are the columns of `_value_operand`; columns 2 h and 2 h + 1 are the high and the low byte of head h.
+    Rows i and i + 4 become neighbouring bytes; then movmatrix, which turns halves across the warp, makes an
+    operand.
+    """
+    first, second = gl.split(fixed.to(gl.int32, bitcast=True).reshape([2, 4, 8, GP]).permute((1, 2, 3, 0)))
+    word = gl.inline_asm_elementwise(
+        FRACTION_BYTES, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+    word = gl.convert_layout(word, gl.SliceLayout(3, _weight_layout(GP)), assert_trivial=True)
+    word = gl.expand_dims(word, 3).broadcast_to([4, 8, GP, 4])
+    x = gl.inline_asm_elementwise(TRANSPOSE, "=r,r,r,r,r", [word], dtype=gl.int8, is_pure=False, pack=4)
+    x = x.reshape([4, 8, GP // 4, 4, 4]).permute((0, 3, 4, 2, 1)).reshape([64, 2 * GP])
+    return gl.convert_layout(x, BYTES_RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _whole(sums, ROWS: gl.constexpr, GP: gl.constexpr):
+    """Sums of high and low bytes int32 [ROWS, 2 GP] -> [ROWS, GP]."""
+    high, low = gl.split(sums.reshape([ROWS, GP, 2]))
+    return (high << 8) + low
 
 
 @gluon.jit
@@ -385,45 +480,15 @@ def _transpose_operand(p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
     movmatrix transposes 8 x 8 blocks across the warp; renaming the axes of the blocks undoes it.
     """
-    p = gl.convert_layout(p, MMA, assert_trivial=True)
+    p = gl.convert_layout(p, ACC, assert_trivial=True)
     p = gl.inline_asm_elementwise(TRANSPOSE, "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
     p = p.reshape([ROWS // 8, 8, COLUMNS // 8, 8]).permute((0, 3, 2, 1)).reshape([ROWS, COLUMNS])
     return gl.convert_layout(p, HALVES_RIGHT, assert_trivial=True)
 
 
 @gluon.jit
-def _columns_of_heads(x, ROWS: gl.constexpr, GP: gl.constexpr):
-    """[ROWS, GP] -> [ROWS, max(8, GP)]: column 2 c + j of a tile is head 4 j + c; of 4 heads j = 1 is 0."""
-    if GP == 4:
-        x = gl.join(x, gl.zeros_like(x)).reshape([ROWS, 8])
-    else:
-        x = x.reshape([ROWS, GP // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, GP])
-    return gl.convert_layout(x, MMA, assert_trivial=True)
-
-
-@gluon.jit
-def _heads_of_columns(x, ROWS: gl.constexpr, GP: gl.constexpr):
-    """The inverse of `_columns_of_heads`."""
-    if GP == 4:
-        x = _first(x.reshape([ROWS, 4, 2]))
-    else:
-        x = x.reshape([ROWS, GP // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, GP])
-    return x
-
-
-@gluon.jit
-def _column_factors(x, GP: gl.constexpr):
-    """Factors of heads [GP] -> of the columns of `_columns_of_heads`."""
-    if GP == 4:
-        x = gl.join(x, x).reshape([8])
-    else:
-        x = x.reshape([GP // 8, 2, 4]).permute((0, 2, 1)).reshape([GP])
-    return gl.convert_layout(x, gl.SliceLayout(0, MMA), assert_trivial=True)
-
-
-@gluon.jit
-def _query_bytes(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr):
-    """Rotated query float32 [G, D] in memory -> fixed point in two bytes.
+def _fixed_query(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr):
+    """Rotated queries float32 [G, D] in memory -> fixed point in two bytes.
 
     Returns int8 [D, 2 GP] (columns 2 h and 2 h + 1: high and low byte of head h; order of `_key_operand`),
     and per column the largest |query| and the sum of the integers.
@@ -451,26 +516,16 @@ def _query_bytes(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
-def _swap(x, distance: gl.constexpr, turned, GP: gl.constexpr):
-    """Rows i and i ^ distance of [8 i, 8 g, GP] change places where lane row g is turned."""
-    x = x.reshape([4 // distance, 2, distance, 8, GP]).permute((0, 2, 3, 4, 1))
-    a, b = gl.split(x)
-    mask = gl.convert_layout(turned, _axis_layout(a.type.layout, 4, 2), assert_trivial=True)
-    mask = mask[None, None, :, None]
-    x = gl.join(gl.where(mask, b, a), gl.where(mask, a, b))
-    return x.permute((0, 4, 1, 2, 3)).reshape([8, 8, GP])
+def _per_head(x, GP: gl.constexpr, layout: gl.constexpr):
+    """A statistic of columns [2 GP] -> of heads [GP]."""
+    x = gl.convert_layout(x, gl.SliceLayout(0, ACC)).reshape([GP, 2])
+    return gl.convert_layout(_first(x), layout)
 
 
 @gluon.jit
-def _store_nothing(segment, o_ptr, lse_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr):
-    """The partial result of no tokens."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    head = gl.arange(0, GP, layout=gl.SliceLayout(1, layout))
-    channel = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    rows = segment * G + head
-    zero = gl.full([GP, D], 0.0, gl.float32, layout)
-    gl.store(o_ptr + rows.to(gl.int64)[:, None] * D + channel[None, :], zero, mask=(head < G)[:, None])
-    gl.store(lse_ptr + rows, gl.full([GP], float("-inf"), gl.float32, head.type.layout), mask=head < G)
+def _store_words(pointer, x, mask):
+    """float32 to global memory, by every warp: the compiler would let the first one store for all."""
+    _run(STORE_GLOBAL, "=r,l,r,r", (pointer.to(gl.int64), x.to(gl.int32, bitcast=True), mask.to(gl.int32)))
 
 
 @gluon.jit
@@ -481,9 +536,10 @@ def _store_partial(
     layout: gl.constexpr = o.type.layout
     head = gl.arange(0, GP, layout=gl.SliceLayout(0, layout))
     rows = segment * G + head
-    gl.store(o_ptr + rows[None, :].to(gl.int64) * D + channel[:, None], o, mask=(head < G)[None, :])
+    place = o_ptr + rows[None, :].to(gl.int64) * D + channel[:, None]
+    _store_words(place, o, (head < G)[None, :] & (channel >= 0)[:, None])
     lse = gl.where(l > 0, m + gl.log2(gl.where(l > 0, l, 1.0)), float("-inf"))
-    gl.store(lse_ptr + rows, lse, mask=head < G)
+    _store_words(lse_ptr + rows, lse, head < G)
 
 
 # ------------------------------------------------------------------------------------------ the two parts
@@ -512,8 +568,7 @@ def _second(x):
 @gluon.jit
 def _history_part(
     rotated_ptr, query_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
-    table_ptr, low, high, oldest, softmax_scale, segment, o_ptr, lse_ptr, ring, barriers, slot, parity,
-    following,
+    table_ptr, low, high, oldest, softmax_scale, ring, barriers, slot, parity, following,
     K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr,
     SLIDING: gl.constexpr, STAGES: gl.constexpr, EXACT_QUERY: gl.constexpr,
 ):  # fmt: skip
@@ -522,27 +577,25 @@ def _history_part(
     Pointers are at the head (and the table at the sequence). Returns the ring's next stage and its parity.
     """
     words: gl.constexpr = D // 64
-    COLUMNS: gl.constexpr = 8 if GP == 4 else GP
     STAGE_BYTES: gl.constexpr = _stage_bytes(D)
     AHEAD: gl.constexpr = STAGES - 1
     KEY_SCALE: gl.constexpr = 34 * D  # bytes before the scales of a stage
     VALUE_SCALE: gl.constexpr = 34 * D + 128
 
-    # Addresses inside a stage.
+    # Addresses inside a stage: what depends on the lane, and constants, which loads add for nothing.
     layout: gl.constexpr = _key_address_layout()
-    turn = _iota(layout, 3, 0, 8) & (8 // words - 1)
-    key_row = 8 * _iota(layout, 3, 0, 8) + (_iota(layout, 3, 1, 8) ^ turn)
-    key_address = key_row * (16 * words) + _iota(layout, 3, 2, 4) * (4 * words)
+    key_lane = _iota(layout, 3, 0, 8) * (128 * words) + _iota(layout, 3, 2, 4) * (4 * words)
+    key_place = _iota(layout, 3, 1, 8) * (16 * words)
     value_layout: gl.constexpr = _value_address_layout(D)
-    lane = 4 * _iota(value_layout, 3, 1, 8) + _iota(value_layout, 3, 2, 4)
-    value_address = 16 * D + 512 * _iota(value_layout, 3, 0, D // 32) + 16 * lane
+    value_lane = 64 * _iota(value_layout, 3, 1, 8) + 16 * _iota(value_layout, 3, 2, 4)
+    value_place = 16 * D + 512 * _iota(value_layout, 3, 0, D // 32)
     mean_layout: gl.constexpr = _mean_layout(D)
-    mean_address = 32 * D + 64 * _iota(mean_layout, 4, 1, D // 32) + 16 * _iota(mean_layout, 4, 2, 4)
-    mean_address += 0 * _iota(mean_layout, 4, 0, 8) + 0 * _iota(mean_layout, 4, 3, 8)
-    scale_address = 16 * gl.arange(0, 8, layout=_scale_layout())
+    mean_lane = 16 * _iota(mean_layout, 4, 2, 4) + 0 * _iota(mean_layout, 4, 0, 8)
+    mean_place = 32 * D + 64 * _iota(mean_layout, 4, 1, D // 32) + 0 * _iota(mean_layout, 4, 3, 8)
+    scale_lane = 16 * gl.arange(0, 8, layout=_scale_layout())
 
     # Right operands: the rotated query as bytes, the plain one in bf16, a head in two columns.
-    limbs, top, total = _query_bytes(rotated_ptr, G, GP, D)
+    limbs, top, query_sum = _fixed_query(rotated_ptr, G, GP, D)
     n = gl.arange(0, 2 * GP, layout=gl.SliceLayout(0, HALVES_RIGHT))[None, :]
     k = gl.arange(0, D // 2, layout=gl.SliceLayout(1, HALVES_RIGHT))[:, None]
     channel = 32 * (k >> 4) + 8 * ((k >> 1) & 3) + 4 * ((k >> 3) & 1) + 2 * (n & 1) + (k & 1)
@@ -551,40 +604,33 @@ def _history_part(
     if not EXACT_QUERY:
         rest = (q.to(gl.float32) - coarse.to(gl.float32)).to(gl.bfloat16)
 
-    # Per column: the start of the integer sums. Per head: units.
-    column = gl.arange(0, 2 * GP, layout=gl.SliceLayout(0, MMA))
-    offset = gl.convert_layout((total * 3) >> 1, gl.SliceLayout(0, MMA))
-    start = gl.where((column & 1) == 1, -offset, 0)[None, :] + gl.full([64, 2 * GP], 0, gl.int32, layout=MMA)
-    like = _first(start.reshape([8, 8, GP, 2]))
+    # Per head: what the grid's offset of 1.5 adds to the integer sums, and units.
+    like = _whole(gl.full([64, 2 * GP], 0, gl.int32, ACC), 64, GP).reshape([8, 8, GP])
     score_layout: gl.constexpr = like.type.layout
     statistics: gl.constexpr = gl.SliceLayout(0, score_layout)
     head_layout: gl.constexpr = gl.SliceLayout(0, statistics)
     token_layout: gl.constexpr = gl.SliceLayout(2, score_layout)
-    top = gl.convert_layout(top, gl.SliceLayout(0, MMA))
-    top = gl.convert_layout(_first(top.reshape([GP, 2])), head_layout)
+    top = _per_head(top, GP, head_layout)
+    start = -1.5 * _per_head(query_sum.to(gl.float32), GP, head_layout)[None, :][None, :, :]
     unit = top * (softmax_scale / QUERY_RANGE)  # of the integer sums, base 2
     mean_unit = QUERY_RANGE / top
-    slack = SLACK / gl.maximum(unit, 1.0e-30)
-
-    # A weight is p * scale / 2**exponent * 2**9 / 4**e, e the place of the code in its word.
-    place = gl.arange(0, 8, layout=_axis_layout(score_layout, 3, 0))
-    place = gl.where(place >= 5, place - 5, place)
-    place_unit = P_UNIT / (1 << (2 * place)).to(gl.float32)
+    place = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, score_layout)))
+    fraction = gl.where((place & 1) == 1, FRACTION_RANGE / 4, FRACTION_RANGE)[:, None, None]
 
     m = gl.full([GP], EMPTY, gl.float32, layout=head_layout)
     l = gl.full([8, GP], 0.0, gl.float32, layout=statistics)
     weight_sum = gl.full([8, GP], 0.0, gl.float32, layout=statistics)
-    acc = gl.full([D, COLUMNS], 0.0, gl.float32, layout=MMA)
-    exponent = 1
+    acc = _whole(gl.full([D, 2 * GP], 0, gl.int32, ACC), D, GP).to(gl.float32)
+    column_layout: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     write = gl.where(slot + AHEAD >= STAGES, slot + AHEAD - STAGES, slot + AHEAD)
 
     for page in range(low, high):
         stage = ring + slot * STAGE_BYTES
         _run(WAIT_BARRIER, "=r,r,r", (barriers + 8 * slot, parity))
-        key_words = _load_keys(key_address + stage, words)
-        mean = _load_mean(mean_address + stage, D)
-        k0, k1, k2, k3 = _load_words(scale_address + (stage + KEY_SCALE))
-        v0, v1, v2, v3 = _load_words(scale_address + (stage + VALUE_SCALE))
+        key_words = _load_keys(key_lane + stage + key_place, words)
+        mean = _load_mean(mean_lane + stage + mean_place, D)
+        k0, k1, k2, k3 = _load_words(scale_lane + stage + KEY_SCALE)
+        v0, v1, v2, v3 = _load_words(scale_lane + stage + VALUE_SCALE)
         _fetch(
             key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
             following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
@@ -593,81 +639,107 @@ def _history_part(
         following = gl.load(table_ptr + page + (AHEAD + 1), mask=page + (AHEAD + 1) < high, other=0)
 
         # Scores in units of the integer sums.
-        sums = mma_v2(mean, coarse, gl.full([16, 2 * GP], 0.0, gl.float32, layout=MMA))
+        sums = _mma(mean, coarse, gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC))
         if not EXACT_QUERY:
-            sums = mma_v2(mean, rest, sums)
+            sums = _mma(mean, rest, sums)
         first_half, second_half = gl.split(sums.reshape([2, 8, GP, 2]))
         mean_score = _first(first_half.permute((1, 2, 0))) + _second(second_half.permute((1, 2, 0)))
         mean_score = gl.convert_layout(mean_score, statistics, assert_trivial=True) * mean_unit[None, :]
-        s = mma_v2(_key_operand(key_words, D), limbs, start)
-        high_byte, low_byte = gl.split(s.reshape([8, 8, GP, 2]))
-        whole = (high_byte << 8) + low_byte
-        row = gl.arange(0, 8, layout=_axis_layout(score_layout, 3, 1))
-        if words <= 4:
-            whole = _swap(whole, 1, (row & 1) == 1, GP)
-        if words <= 2:
-            whole = _swap(whole, 2, (row & 2) == 2, GP)
-        if words == 1:
-            whole = _swap(whole, 4, (row & 4) == 4, GP)
-        whole = gl.convert_layout(whole, score_layout, assert_trivial=True)
-        key_scale = _scales(k0, k1, k2, k3, token_layout)
-        score = whole.to(gl.float32) * key_scale[:, :, None] + mean_score[None, :, :]
+        sums = _mma(_key_operand(key_words, D), limbs, gl.full([64, 2 * GP], 0, gl.int32, ACC))
+        sums = gl.convert_layout(_whole(sums, 64, GP).reshape([8, 8, GP]), score_layout, assert_trivial=True)
+        key_scale = _scales(k0, k1, k2, k3, token_layout)[:, :, None]
+        score = sums.to(gl.float32) * key_scale + (key_scale * start + mean_score[None, :, :])
         if SLIDING:
-            i = gl.arange(0, 8, layout=_axis_layout(score_layout, 3, 0))
-            visible = ((SINK_PAGES + page) * PAGE + 8 * row[None, :] + i[:, None] >= oldest)[:, :, None]
-            score = gl.where(visible, score, HIDDEN)
-        value_scale = _scales(v0, v1, v2, v3, token_layout)
-        largest = _larger_halves(_larger_halves(v0, v1), _larger_halves(v2, v3))
+            token = 8 * _iota(score_layout, 3, 1, 8) + _iota(score_layout, 3, 0, 8)
+            score = gl.where(token + (SINK_PAGES + page) * PAGE >= oldest, score, HIDDEN)
 
-        # The whole warp branches, and rarely: a new maximum, or a larger value scale.
-        largest = gl.convert_layout(largest, gl.SliceLayout(1, statistics), assert_trivial=True)
-        limit = (0x8000 - ((exponent + 1) << 7)) * 0x10001  # bit 15 of a half: scale >= 2 * 2**exponent
-        page_max = gl.max(score, 0)
-        moved = (((largest + limit) & -0x7FFF8000) != 0)[:, None] | (page_max > (m + slack)[None, :])
-        if gl.max(moved.to(gl.int32).reshape([8 * GP]), 0) != 0:
-            m_new = gl.maximum(m, gl.max(page_max, 0))
+        # The whole warp branches, and rarely: on its first page, then where a score is far above the maximum.
+        p = gl.exp2(score * unit[None, :][None, :, :] - (m * unit)[None, :][None, :, :])
+        total = gl.sum(p, 0)
+        if gl.max((total > SLACK).to(gl.int32).reshape([8 * GP]), 0) != 0:
+            m_new = gl.maximum(m, gl.max(gl.max(score, 0), 0))
             alpha = gl.exp2((m - m_new) * unit)
-            bits = gl.max(gl.maximum((largest >> 16) & 0xFFFF, largest & 0xFFFF), 0) >> 7
-            new_exponent = gl.maximum(exponent, bits)
-            shrink = (gl.maximum(exponent - new_exponent + 127, 0) << 23).to(gl.float32, bitcast=True)
-            acc *= _column_factors(alpha * shrink, GP)[None, :]
+            acc *= gl.convert_layout(alpha, column_layout, assert_trivial=True)[None, :]
             l *= alpha[None, :]
             weight_sum *= alpha[None, :]
             m = m_new
-            exponent = new_exponent
-        p = gl.exp2(score * unit[None, :][None, :, :] - (m * unit)[None, :][None, :, :])
-        if SLIDING:
-            p = gl.where(visible, p, 0.0)
-        inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-        l += gl.sum(p, 0)
-        weight_sum += gl.sum(p * value_scale[:, :, None], 0)
-        p *= (value_scale * (place_unit * inverse)[:, None])[:, :, None]
-        weights = _columns_of_heads(p.reshape([64, GP]), 64, GP)
-        weights = gl.inline_asm_elementwise(
-            PACK_HALVES, "=r,r,r", [weights], dtype=gl.float16, is_pure=True, pack=2
+            p = gl.exp2(score * unit[None, :][None, :, :] - (m * unit)[None, :][None, :, :])
+            total = gl.sum(p, 0)
+        l += total
+
+        # P * scale as a fraction of the page's largest; as integers, positive floats have the same order.
+        p *= _scales(v0, v1, v2, v3, token_layout)[:, :, None]
+        weight_sum += gl.sum(p, 0)
+        largest = gl.max(gl.max(p.to(gl.int32, bitcast=True), 0), 0).to(gl.float32, bitcast=True)
+        largest = gl.maximum(largest, 1.0e-30)
+        inverse = gl.inline_asm_elementwise(
+            RECIPROCAL, "=r,r", [largest], dtype=gl.float32, is_pure=True, pack=1
         )
-        weights = _transpose_operand(weights, 64, COLUMNS)
-        acc = mma_v2(_value_operand(_load_values(value_address + stage, D), D), weights, acc)
+        weights = _weight_operand(p * (fraction * inverse[None, :][None, :, :]) + WHOLE, GP)
+        values = _value_operand(_load_values(value_lane + stage + value_place, D), D)
+        sums = _mma(values, weights, gl.full([D, 2 * GP], 0, gl.int32, ACC))
+        factor = gl.convert_layout(largest * (1.0 / FRACTION_RANGE), column_layout, assert_trivial=True)
+        acc += _whole(sums, D, GP).to(gl.float32) * factor[None, :]
         slot = _next(slot, STAGES)
         parity = gl.where(slot == 0, parity ^ 1, parity)
         write = _next(write, STAGES)
 
-    o = _heads_of_columns(acc, D, GP)
-    out_layout: gl.constexpr = gl.SliceLayout(0, o.type.layout)
-    l = gl.convert_layout(gl.sum(l, 0), out_layout)
-    weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), out_layout)
-    m = gl.convert_layout(m * unit, out_layout)
-    o = o * ((exponent << 23).to(gl.float32, bitcast=True) * (CODE_UNIT / P_UNIT)) - 1.5 * weight_sum[None, :]
-    o *= (1.0 / gl.where(l > 0, l, 1.0))[None, :]
+    l = gl.convert_layout(gl.sum(l, 0), column_layout)
+    weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), column_layout)
+    m = gl.convert_layout(m * unit, column_layout)
+    o = acc - 1.5 * weight_sum[None, :]
+    _run(WARP_BARRIER, "=r", ())  # every lane has read the last page
+    head = gl.arange(0, GP, layout=column_layout)
     channel = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
-    _store_partial(o, m, l, segment, channel, o_ptr, lse_ptr, G, GP, D)
+    place = ring + head[None, :] * _partial_bytes(D) + 4 * channel[:, None]
+    _run(STORE_1, "=r,r,r", (place, o.to(gl.int32, bitcast=True)))
+    place = ring + GP * _partial_bytes(D) + 8 * head
+    _run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place, m.to(gl.int32, bitcast=True)))
+    _run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place + 4, l.to(gl.int32, bitcast=True)))
     return slot, parity
 
 
+@gluon.constexpr_function
+def _partial_bytes(head_dim: int) -> int:
+    """One head of a warp's result in its ring: heads are kept apart so that they fall in different banks."""
+    return 4 * head_dim + 32
+
+
 @gluon.jit
-def _larger_halves(a, b):
-    """The larger of two unsigned halves, both halves of a word."""
-    return gl.inline_asm_elementwise(MAX_HALVES, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+def _merge_warps(
+    rings, segment, o_ptr, lse_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
+    """One partial result of what every warp has left in its ring: o, largest score (base 2), sum."""
+    RING: gl.constexpr = ring_bytes(D, STAGES)
+    gl.static_assert(GP * (_partial_bytes(D) + 8) <= STAGES * _stage_bytes(D))
+    quad = gl.arange(0, GP * D // 4, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    head = quad // (D // 4)
+    place = rings + head * _partial_bytes(D) + quad % (D // 4) * 16
+    statistics = rings + GP * _partial_bytes(D) + 8 * head
+    top = _load_word(statistics).to(gl.float32, bitcast=True)
+    for n in gl.static_range(1, WARPS):
+        top = gl.maximum(top, _load_word(statistics + n * RING).to(gl.float32, bitcast=True))
+    l = gl.full([GP * D // 4], 0.0, gl.float32, quad.type.layout)
+    o0, o1, o2, o3 = l, l, l, l
+    for n in gl.static_range(WARPS):
+        m = _load_word(statistics + n * RING).to(gl.float32, bitcast=True)
+        factor = gl.exp2(m - top)
+        l += factor * _load_word(statistics + n * RING + 4).to(gl.float32, bitcast=True)
+        a, b, c, d = _load_words(place + n * RING)
+        o0 += factor * a.to(gl.float32, bitcast=True)
+        o1 += factor * b.to(gl.float32, bitcast=True)
+        o2 += factor * c.to(gl.float32, bitcast=True)
+        o3 += factor * d.to(gl.float32, bitcast=True)
+    safe = gl.where(l > 0, l, 1.0)
+    rows = segment * G + head
+    lse = gl.where(l > 0, top + gl.log2(safe), float("-inf"))
+    gl.store(lse_ptr + rows, lse, mask=(head < G) & (quad % (D // 4) == 0))
+    inverse = 1.0 / safe
+    o = _join4(o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse).reshape([GP * D // 4, 4])
+    layout: gl.constexpr = o.type.layout
+    flat = 4 * gl.arange(0, GP * D // 4, layout=gl.SliceLayout(1, layout))[:, None]
+    flat += gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
+    gl.store(o_ptr + segment.to(gl.int64) * (G * D) + flat, o, mask=flat < G * D)
 
 
 @gluon.jit
@@ -692,7 +764,7 @@ def _window_part(
     query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
     index, head, segment, o_ptr, lse_ptr,
     K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
-    SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
+    SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, EXACT_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attention over BF16 page `index` of the window, 16 tokens at a time.
 
@@ -701,13 +773,18 @@ def _window_part(
     page, physical = _window_page(index, history, head, window_table_ptr, K, SINK_PAGES, RECENT_SLOTS)
 
     # Contraction index 32 s + 16 t + 8 x + 2 c + b is channel 32 s + 8 c + 4 t + 2 x + b.
-    k = gl.arange(0, D, layout=gl.SliceLayout(1, HALVES_RIGHT))
-    channel = (k & -32) + ((k >> 1) & 3) * 8 + ((k >> 4) & 1) * 4 + ((k >> 3) & 1) * 2 + (k & 1)
-    n = gl.arange(0, 2 * GP, layout=gl.SliceLayout(0, HALVES_RIGHT))
-    q = gl.load(query_ptr + (n >> 1)[None, :] * D + channel[:, None], mask=((n >> 1) < G)[None, :], other=0.0)
-    q = q.to(gl.float32) * softmax_scale
-    coarse = q.to(gl.bfloat16)
-    q = gl.where((n & 1)[None, :] == 0, coarse, (q - coarse.to(gl.float32)).to(gl.bfloat16))
+    query_layout: gl.constexpr = _window_query_layout(D, GP)
+    n = _iota(query_layout, 4, 0, 2 * GP)
+    place = 32 * _iota(query_layout, 4, 1, D // 32) + 8 * _iota(query_layout, 4, 2, 4)
+    place = (n >> 1) * D + place + _iota(query_layout, 4, 3, 8)
+    q = gl.load(query_ptr + place, mask=((n >> 1) < G) & (place >= 0), other=0.0)
+    if EXACT_QUERY:
+        q = gl.where((n & 1) == 0, q, 0.0)
+    else:
+        coarse = q.to(gl.bfloat16)
+        q = gl.where((n & 1) == 0, coarse, (q - coarse.to(gl.float32)).to(gl.bfloat16))
+    q = q.reshape([2 * GP, D // 32, 4, 2, 2, 2]).permute((1, 3, 4, 2, 5, 0)).reshape([D, 2 * GP])
+    q = gl.convert_layout(q, HALVES_RIGHT, assert_trivial=True)
 
     key_layout: gl.constexpr = _window_key_layout(D)
     key_token = _iota(key_layout, 4, 0, 16)
@@ -718,12 +795,12 @@ def _window_part(
     value_channel = 64 * _iota(value_layout, 4, 1, D // 64) + 8 * _iota(value_layout, 4, 2, 8)
     value_channel = value_channel + _iota(value_layout, 4, 3, 8)
 
-    like = _first(gl.full([16, 2 * GP], 0.0, gl.float32, layout=MMA).reshape([16, GP, 2]))
+    like = _first(gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC).reshape([16, GP, 2]))
     score_layout: gl.constexpr = like.type.layout
     head_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
     m = gl.full([GP], EMPTY, gl.float32, layout=head_layout)
     l = gl.full([GP], 0.0, gl.float32, layout=head_layout)
-    acc = gl.full([D, 2 * GP], 0.0, gl.float32, layout=MMA)
+    acc = gl.full([D, 2 * GP], 0.0, gl.float32, layout=ACC)
     low = page * PAGE
     for token in range(low, gl.minimum(low + PAGE, length), 16):
         offset = physical * (PAGE * D) + (token - low) * D
@@ -734,11 +811,11 @@ def _window_part(
         # [16, D/32, c, t, x, b] -> [16, D/32, t, x, c, b]
         key = key.to(gl.bfloat16, bitcast=True).reshape([16, D // 32, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5))
         key = gl.convert_layout(key.reshape([16, D]), HALVES_LEFT, assert_trivial=True)
-        score = mma_v2(key, q, gl.full([16, 2 * GP], 0.0, gl.float32, layout=MMA))
+        score = _mma(key, q, gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC))
         first, second = gl.split(score.reshape([16, GP, 2]))
         row = token + gl.arange(0, 16, layout=gl.SliceLayout(1, score_layout))
         visible = ((row < length) & (row >= oldest))[:, None]
-        score = gl.where(visible, first + second, HIDDEN)
+        score = gl.where(visible, (first + second) * softmax_scale, HIDDEN)
         m_new = gl.maximum(m, gl.max(score, 0))
         alpha = gl.exp2(m - m_new)
         p = gl.where(visible, gl.exp2(score - m_new[None, :]), 0.0)
@@ -749,8 +826,8 @@ def _window_part(
         value = value.to(gl.bfloat16, bitcast=True).permute((1, 3, 2, 0)).reshape([D, 16])
         value = gl.convert_layout(value, HALVES_LEFT, assert_trivial=True)
         columns = gl.join(alpha, alpha).reshape([2 * GP])
-        columns = gl.convert_layout(columns, gl.SliceLayout(0, MMA), assert_trivial=True)
-        acc = mma_v2(value, _transpose_operand(p, 16, 2 * GP), acc * columns[None, :])
+        columns = gl.convert_layout(columns, gl.SliceLayout(0, ACC), assert_trivial=True)
+        acc = _mma(value, _transpose_operand(p, 16, 2 * GP), acc * columns[None, :])
         m = m_new
     first, second = gl.split(acc.reshape([D, GP, 2]))
     o = first + second
@@ -777,35 +854,40 @@ def _first_page(oldest, history, SINK_PAGES: gl.constexpr):
     return gl.minimum(gl.maximum(oldest // PAGE - SINK_PAGES, 0), history)
 
 
-@gluon.jit(do_not_specialize=["sliding_window", "batch", "pieces"])
+@gluon.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_table"])
 def _stage_kernel(
-    query_ptr, rotated_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
-    window_key_ptr, window_value_ptr, page_table_ptr, stride_table, window_table_ptr, lengths_ptr,
-    history_ptr, softmax_scale, sliding_window, batch, pieces, o_ptr, lse_ptr,
+    query_ptr, rotated_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr,
+    value_scale_ptr, window_key_ptr, window_value_ptr, page_table_ptr, stride_table, window_table_ptr,
+    lengths_ptr, history_ptr, softmax_scale, sliding_window, batch, pieces, o_ptr, lse_ptr,
     K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr,
     RECENT_SLOTS: gl.constexpr, WINDOW_PAGES: gl.constexpr, SLIDING: gl.constexpr, BATCH_P: gl.constexpr,
     STAGES: gl.constexpr, EXACT_QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces * K), one warp each: every program takes its piece of the work, see `DecodePlan`."""
+    """Grid (pieces * K): every block takes its piece of the work, see `DecodePlan`, and deals it out to its
+    warps, sequence by sequence."""
     WINDOW: gl.constexpr = (SINK_PAGES + RECENT_SLOTS) * WINDOW_PAGES
     SLOTS: gl.constexpr = SINK_PAGES + RECENT_SLOTS
     STAGE_BYTES: gl.constexpr = _stage_bytes(D)
+    RING: gl.constexpr = ring_bytes(D, STAGES)
     AHEAD: gl.constexpr = STAGES - 1
     gdc_launch_dependents()
     memory = gl.allocate_shared_memory(
-        gl.int32, [ring_bytes(D, STAGES) // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        gl.int32, [shared_bytes(D, STAGES) // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    memory.index(0).store(gl.full([32], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
-    ring = gl.inline_asm_elementwise(RING, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    memory.index(0).store(gl.full([32], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [WARPS], [0])))
+    rings = gl.inline_asm_elementwise(SHARED_MEMORY, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    warp = gl.inline_asm_elementwise(WARP, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    ring = rings + warp * RING
     barriers = ring + STAGES * STAGE_BYTES
+    _run(BLOCK_BARRIER, "=r", ())  # the store above lies in a ring
     for n in gl.static_range(STAGES):
         _run(START_BARRIER, "=r,r", (barriers + 8 * n,))
     _run(PUBLISH_BARRIERS, "=r", ())
     slot = 0
     parity = 0
 
-    # This program's share [x, end) of all pages.
-    index = gl.arange(0, BATCH_P, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    # This block's share [x, end) of all pages.
+    index = gl.arange(0, BATCH_P, layout=gl.BlockedLayout([BATCH_P // 32], [32], [WARPS], [0]))
     load = gl.load(history_ptr + index, mask=index < batch, other=0)
     if SLIDING:
         lengths = gl.load(lengths_ptr + index, mask=index < batch, other=0)
@@ -833,12 +915,13 @@ def _stage_kernel(
         oldest = gl.maximum(length - sliding_window, 0) if SLIDING else 0
         first = _first_page(oldest, history, SINK_PAGES) if SLIDING else 0
         row_end = start + WINDOW + history - first
-        low = x - start
-        high = gl.minimum(end, row_end) - start
+        # This warp's share [low, high) of the sequence.
+        share = gl.minimum(end, row_end) - x
+        low = x - start + share * warp // WARPS
+        high = x - start + share * (warp + 1) // WARPS
         page_low = first + gl.maximum(low - WINDOW, 0)
         page_high = first + gl.maximum(high - WINDOW, 0)
         table = page_table_ptr + b * stride_table
-        segment = batch * K * SLOTS + gl.program_id(0) + b * K
         following = gl.load(table + page_low, mask=page_low < page_high, other=0)
         write = slot
         for n in gl.static_range(AHEAD):
@@ -863,22 +946,106 @@ def _stage_kernel(
             _window_part(
                 query_ptr + row * G * D, window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS,
                 length, history, oldest, softmax_scale, window_page, head, row * SLOTS + window_page, o_ptr,
-                lse_ptr, K, G, GP, D, SINK_PAGES, RECENT_SLOTS,
+                lse_ptr, K, G, GP, D, SINK_PAGES, RECENT_SLOTS, EXACT_QUERY,
             )  # fmt: skip
         gdc_wait()
-        if page_low < page_high:
-            slot, parity = _history_part(
-                rotated_ptr + row * G * D, query_ptr + row * G * D, key_codes, value_codes, mean, key_scale,
-                value_scale, table, page_low, page_high, oldest, softmax_scale, segment, o_ptr, lse_ptr,
-                ring, barriers, slot, parity, following,
-                K, G, GP, D, SINK_PAGES, SLIDING, STAGES, EXACT_QUERY,
-            )  # fmt: skip
-        else:
-            _store_nothing(segment, o_ptr, lse_ptr, G, GP, D)
+        slot, parity = _history_part(
+            rotated_ptr + row * G * D, query_ptr + row * G * D, key_codes, value_codes, mean, key_scale,
+            value_scale, table, page_low, page_high, oldest, softmax_scale, ring, barriers, slot, parity,
+            following,
+            K, G, GP, D, SINK_PAGES, SLIDING, STAGES, EXACT_QUERY,
+        )  # fmt: skip
+        _run(BLOCK_BARRIER, "=r", ())
+        segment = batch * K * SLOTS + gl.program_id(0) + b * K
+        _merge_warps(rings, segment, o_ptr, lse_ptr, G, GP, D, STAGES)
+        _run(BLOCK_BARRIER, "=r", ())
         x = gl.minimum(row_end, end)
         start = row_end
         b += 1
     memory._keep_alive()
+
+
+@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces"])
+def _merge_kernel(
+    o_ptr, lse_ptr, history_pages_ptr, lengths_ptr, sliding_window, batch, pieces, sink_ptr, history_ptr,
+    weight_ptr, window_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SINK_PAGES: tl.constexpr, SLOTS: tl.constexpr,
+    SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr, BATCH_P: tl.constexpr,
+    PIECES_P: tl.constexpr, STEP: tl.constexpr, SINK_LOGITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * K * G): merges one query head's partial results.
+
+    Writes the part of the history, still in the rotated basis, its share of the softmax, and the part of the
+    BF16 pages. All loads start before anything waits for one: the time of this kernel is latency.
+    """
+    gdc_launch_dependents()
+    row = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    # What the stage does not write can be read before it ends.
+    first, count = plain.pieces_of(
+        row // K, history_pages_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS,
+        WINDOW_PAGES, SLIDING, BATCH_P,
+    )  # fmt: skip
+    if SINK_LOGITS:
+        sink = tl.load(sink_ptr + row % K * G + g).to(tl.float32) * LOG2_E
+    gdc_wait()
+    channels = tl.arange(0, D)
+    slot = tl.arange(0, SLOTS_P)
+    slot_row = (row * SLOTS + slot) * G + g
+    window = _partials(o_ptr, slot_row, slot < SLOTS, D)
+    piece = tl.arange(0, STEP)
+    piece_row = (batch * K * SLOTS + row + first * K) * G + g
+    o = _partials(o_ptr, piece_row + piece * (K * G), piece < count, D)
+    slot_lse = tl.load(lse_ptr + slot_row, mask=slot < SLOTS, other=-float("inf"))
+    every = tl.arange(0, PIECES_P)
+    lse = tl.load(lse_ptr + piece_row + every * (K * G), mask=every < count, other=-float("inf"))
+    o_lse = tl.load(lse_ptr + piece_row + piece * (K * G), mask=piece < count, other=-float("inf"))
+    top = tl.maximum(tl.max(lse, 0), tl.max(slot_lse, 0))
+    if SINK_LOGITS:
+        top = tl.maximum(top, sink)
+    top = tl.where(top > -float("inf"), top, 0.0)
+    weight = tl.sum(tl.exp2(lse - top), 0)
+    slot_weight = tl.exp2(slot_lse - top)
+    total = weight + tl.sum(slot_weight, 0)
+    if SINK_LOGITS:
+        total += tl.exp2(sink - top)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    acc = o * tl.exp2(o_lse - top)[:, None]
+    for low in tl.range(STEP, count, STEP, num_stages=1):
+        rows = piece_row + (low + piece) * (K * G)
+        o = _partials(o_ptr, rows, low + piece < count, D)
+        o_lse = tl.load(lse_ptr + rows, mask=low + piece < count, other=-float("inf"))
+        acc += o * tl.exp2(o_lse - top)[:, None]
+    tl.store(history_ptr + tl.program_id(0) * D + channels, tl.sum(acc, 0) * inverse)
+    tl.store(weight_ptr + tl.program_id(0), weight * inverse)
+    tl.store(window_ptr + tl.program_id(0) * D + channels, tl.sum(window * slot_weight[:, None], 0) * inverse)
+
+
+@triton.jit
+def _partials(o_ptr, rows, exist, D: tl.constexpr):
+    """Partial results float32 [rows, D]."""
+    place = rows.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(o_ptr + place, mask=exist[:, None], other=0.0)
+
+
+# ------------------------------------------------------------------------------------------ launches
+
+
+def _reserve_shared_memory(kernel) -> None:
+    """Makes later launches of a compiled kernel ask for as much shared memory as a multiprocessor has.
+
+    A launch that starts early shares multiprocessors with the one before it, and their division between cache
+    and shared memory: the stage must not find less than it needs.
+    """
+    _set_carveout(kernel.function)
+
+
+@functools.cache
+def _set_carveout(function: int) -> None:
+    preferred_shared_memory_carveout, percent = 9, 100
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(function), preferred_shared_memory_carveout, percent
+    )
 
 
 def decode_attention(
@@ -902,25 +1069,67 @@ def decode_attention(
     if query.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
     tuning = TUNING[query.shape[-1]]
-    padded_group = max(4, triton.next_power_of_2(plain.query_group(query, cache)))
+    group = plain.query_group(query, cache)
+    padded_group = max(4, triton.next_power_of_2(group))
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    heads, batch = query.shape[1] // group, query.shape[0]
+    pieces = tuning.resident(padded_group) * processors // heads
+    # A piece that goes over the end of a sequence starts and ends twice. Where sequences have one length none
+    # does if there are as many pieces for each; but not at the price of too many idle multiprocessors.
+    aligned = pieces // batch * batch
+    if 16 * aligned >= 15 * pieces:
+        pieces = aligned
     plan = plain.plan_decode(
-        query, cache, rotation, sliding_window,
-        programs=tuning.resident(padded_group) * processors, window_pages=tuning.window_pages, early=True,
-    )  # fmt: skip
+        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=tuning.window_pages
+    )
+    plain.check_sinks(plan, sink_logits)
     query = query.contiguous()
-    rotated = plain.rotate_query(plan, query, rotation)
+    rotated, kernel = plain.rotate(plan, query, rotation.query_transform, EARLY=True)
+    _reserve_shared_memory(kernel)
     o, lse = plain.allocate_partials(plan, query.device)
     kernel = _stage_kernel[(plan.pieces * plan.heads,)](
-        query, rotated, cache.key_codes, cache.value_codes, cache.key_page_mean.view(torch.int16),
-        cache.key_scale.view(torch.int16), cache.value_scale.view(torch.int16),
-        cache.window_key.view(torch.int16), cache.window_value.view(torch.int16), cache.page_table,
-        cache.page_table.shape[1], cache.window_table, cache.lengths, cache.history_pages,
-        scale * plain.LOG2_E, sliding_window or 0, plan.batch, plan.pieces, o, lse,
+        query, rotated, cache.key_codes, cache.value_codes,
+        cache.key_page_mean.view(torch.int16), cache.key_scale.view(torch.int16),
+        cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
+        cache.window_value.view(torch.int16), cache.page_table, cache.page_table.shape[1],
+        cache.window_table, cache.lengths, cache.history_pages, scale * plain.LOG2_E, sliding_window or 0,
+        plan.batch, plan.pieces, o, lse,
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, SINK_PAGES=plan.sink_pages,
         RECENT_SLOTS=plan.recent_slots, WINDOW_PAGES=plan.window_pages, SLIDING=sliding_window is not None,
-        BATCH_P=plan.padded_batch, STAGES=tuning.stages, EXACT_QUERY=query.dtype == torch.bfloat16,
-        num_warps=1, maxnreg=tuning.registers(padded_group), **plan.launch,
+        BATCH_P=plan.padded_batch, STAGES=tuning.ring_stages(padded_group),
+        EXACT_QUERY=query.dtype == torch.bfloat16, num_warps=WARPS.value,
+        maxnreg=tuning.registers(padded_group), launch_pdl=True,
     )  # fmt: skip
-    plain.reserve_shared_memory(kernel)
-    return plain.merge(plan, o, lse, cache, rotation, sink_logits)
+    _reserve_shared_memory(kernel)
+    return _merge(plan, o, lse, cache, rotation, sink_logits)
+
+
+def _merge(
+    plan: plain.DecodePlan,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cache,
+    rotation,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launches the merge and the rotation back -> float32 [B, N, D]."""
+    shape = (plan.batch, plan.heads * plan.group)
+    history, window = torch.empty((2, *shape, plan.head_dim), device=o.device)
+    weight = torch.empty(shape, device=o.device)
+    step = min(triton.next_power_of_2(plan.pieces // plan.batch + 1), 8192 // plan.head_dim)
+    kernel = _merge_kernel[(shape[0] * shape[1],)](
+        o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
+        lse if sink_logits is None else sink_logits, history, weight, window,
+        K=plan.heads, G=plan.group, D=plan.head_dim, SINK_PAGES=plan.sink_pages, SLOTS=plan.slots,
+        SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
+        SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
+        PIECES_P=triton.next_power_of_2(plan.pieces + 1), STEP=step, SINK_LOGITS=sink_logits is not None,
+        num_warps=max(1, step * plan.head_dim // 2048), launch_pdl=True,
+    )  # fmt: skip
+    _reserve_shared_memory(kernel)
+    out, kernel = plain.rotate(
+        plan, history, rotation.output_transform, (window, weight, rotation.value_mean), EARLY=True,
+        launch_pdl=True,
+    )  # fmt: skip
+    _reserve_shared_memory(kernel)
+    return out

@@ -5,16 +5,15 @@ the query is rotated instead of the keys, the output instead of the values.
 
 1. `_rotate_kernel`: rotates the query.
 2. `_stage_kernel`: flash attention over equal pieces of all pages, INT2 and BF16 (`DecodePlan`). Partials: o
-   float32 [partials, G, D], log2-sum-exp [partials, G]. `decode_gluon.py` replaces this stage on Hopper.
+   float32 [partials, G, D], log2-sum-exp [partials, G]. `decode_gluon.py` has its own for Hopper.
 3. `_merge_kernel`: merges the partials, adds value mean and sink logits, applies the output transform.
 
 Scores are in log2 units everywhere. Runs in Triton's CPU interpreter. Format page, section 5.
 """
 
-import ctypes
 import dataclasses
-import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -71,30 +70,42 @@ def _dot_exact(a, b, acc):
     return tl.dot(coarse, b, acc=acc, input_precision="tf32")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "stride_rotation"])
 def _rotate_kernel(
-    rows_ptr, transform_ptr, stride_rotation, out_ptr,
+    rows_ptr, matrix_ptr, stride_rotation, added_ptr, weight_ptr, mean_ptr, out_ptr, batch,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(D / COLUMNS), K, B): out = rows @ transform."""
+    """Grid (ceil(D / COLUMNS), ceil(B * G / ROWS), K): out = rows @ matrix; BACK: + added + weight * mean.
+
+    The ROWS query heads of a program share a key/value head, whatever their sequence. EARLY: this launch and
+    the next may start before the one before them has ended (Hopper).
+    """
     if EARLY:
         gdc_launch_dependents()
-    channels = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    head = tl.program_id(1)
-    g = tl.arange(0, ROWS)
-    row = (tl.program_id(2) * K + head) * G + g
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(2)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = (n // G * K + head) * G + n % G
+    place = row[:, None] * D + columns[None, :]
+    inside = (n < batch * G)[:, None] & (columns < D)[None, :]
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for chunk in tl.static_range(0, D, CHUNK):
         c = chunk + tl.arange(0, CHUNK)
-        mask = (c < D)[:, None] & (channels < D)[None, :]
-        t_offset = head * stride_rotation * D * D + c[:, None] * D + channels[None, :]
-        t = tl.load(transform_ptr + t_offset, mask=mask, other=0.0)
-        mask = (g < G)[:, None] & (c < D)[None, :]
+        mask = (c < D)[:, None] & (columns < D)[None, :]
+        offset = head * stride_rotation * D * D + c[:, None] * D + columns[None, :]
+        matrix = tl.load(matrix_ptr + offset, mask=mask, other=0.0)
+        if chunk == 0 and BACK:
+            mean = tl.load(mean_ptr + head * stride_rotation * D + columns, mask=columns < D, other=0)
+            if EARLY:
+                gdc_wait()
+            weight = tl.load(weight_ptr + row, mask=n < batch * G, other=0.0)
+            out = tl.load(added_ptr + place, mask=inside, other=0.0)
+            out += weight[:, None] * _widen(mean)[None, :]
+        mask = (n < batch * G)[:, None] & (c < D)[None, :]
         part = tl.load(rows_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        out = tl.dot(part, t, acc=out, input_precision="tf32x3")
-    mask = (g < G)[:, None] & (channels < D)[None, :]
-    tl.store(out_ptr + row[:, None] * D + channels[None, :], out, mask=mask)
+        out = tl.dot(part, matrix, acc=out, input_precision="tf32x3")
+    tl.store(out_ptr + place, out, mask=inside)
 
 
 @triton.jit
@@ -115,6 +126,23 @@ def _pages_to_read(
         length = tl.load(lengths_ptr + index, mask=index < batch, other=0)
         history -= _first_page(tl.maximum(length - sliding_window, 0), history, SINK_PAGES)
     return tl.where(index < batch, history + WINDOW, 0)
+
+
+@triton.jit
+def pieces_of(
+    b, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES: tl.constexpr,
+    SLOTS: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr, BATCH_P: tl.constexpr,
+):  # fmt: skip
+    """(first piece, number of pieces) of the line of work that touch sequence b, see `DecodePlan`."""
+    sequence = tl.arange(0, BATCH_P)
+    load = _pages_to_read(
+        history_ptr, lengths_ptr, sliding_window, batch, SINK_PAGES, SLOTS * WINDOW_PAGES, SLIDING, BATCH_P
+    )
+    chunk = (tl.sum(load, 0) + pieces - 1) // pieces
+    own = tl.sum(tl.where(sequence == b, load, 0), 0)
+    start = tl.sum(tl.where(sequence < b, load, 0), 0)
+    first = start // chunk
+    return first, (start + own - 1) // chunk - first + 1
 
 
 @triton.constexpr_function
@@ -427,84 +455,88 @@ def _stage_kernel(
         b += 1
 
 
-@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces"])
+@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_rotation"])
 def _merge_kernel(
     o_ptr, lse_ptr, history_ptr, lengths_ptr, sliding_window, batch, pieces,
     transform_ptr, value_mean_ptr, stride_rotation, sink_ptr, out_ptr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINK_PAGES: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr,
-    BATCH_P: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, SINK_LOGITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SINK_PAGES: tl.constexpr, SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr,
+    SLIDING: tl.constexpr, BATCH_P: tl.constexpr, PIECES_P: tl.constexpr, STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, SINK_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * K * G): merges the partials of one query head and rotates the INT2 part back."""
-    row = tl.program_id(0) // G
-    g = tl.program_id(0) % G
+    """Grid (D / COLUMNS, B * K * G / ROWS): some channels of ROWS query heads of one key/value head.
+
+    All loads start before anything waits for one: the time of this kernel is latency.
+    """
+    TILES: tl.constexpr = (G + ROWS - 1) // ROWS
+    row = tl.program_id(1) // TILES
     head = row % K
     b = row // K
+    g = tl.program_id(1) % TILES * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, DP)
-    # What stage 1 does not write can be read before it ends.
-    sequence = tl.arange(0, BATCH_P)
-    load = _pages_to_read(
-        history_ptr, lengths_ptr, sliding_window, batch, SINK_PAGES, SLOTS * WINDOW_PAGES, SLIDING, BATCH_P
-    )
-    chunk = (tl.sum(load, 0) + pieces - 1) // pieces
-    own = tl.sum(tl.where(sequence == b, load, 0), 0)
-    start = tl.sum(tl.where(sequence < b, load, 0), 0)
-    first = start // chunk
-    count = (start + own - 1) // chunk - first + 1
-    if EARLY:
-        gdc_wait()
-
-    # The BF16 pages.
-    slot = tl.arange(0, SLOTS_P)
-    part = (row * SLOTS + slot) * G + g
-    slot_lse = tl.load(lse_ptr + part, mask=slot < SLOTS, other=-float("inf"))
-    mask = (slot < SLOTS)[:, None] & (channels < D)[None, :]
-    slot_o = tl.load(o_ptr + part.to(tl.int64)[:, None] * D + channels[None, :], mask=mask, other=0.0)
-    # Pieces of the history: each of STEP partial sums has its own maximum, so nothing is exchanged yet.
-    m = tl.full((STEP,), -float("inf"), tl.float32)
-    l = tl.zeros((STEP,), tl.float32)
-    acc = tl.zeros((STEP, DP), tl.float32)
-    for step in tl.range(0, count, STEP, num_stages=3):
-        piece = step + tl.arange(0, STEP)
-        piece_part = (batch * K * SLOTS + row + (first + piece) * K) * G + g
-        exists = piece < count
-        lse = tl.load(lse_ptr + piece_part, mask=exists, other=-float("inf"))
-        piece_mask = exists[:, None] & (channels < D)[None, :]
-        piece_o = o_ptr + piece_part.to(tl.int64)[:, None] * D + channels[None, :]
-        o = tl.load(piece_o, mask=piece_mask, other=0.0)
-        m_new = tl.maximum(m, lse)
-        safe = tl.where(m_new > -float("inf"), m_new, 0.0)
-        alpha = tl.exp2(m - safe)
-        weight = tl.exp2(lse - safe)
-        l = l * alpha + weight
-        acc = acc * alpha[:, None] + o * weight[:, None]
-        m = m_new
-    top = tl.maximum(tl.max(m, 0), tl.max(slot_lse, 0))
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first, count = pieces_of(
+        b, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS, WINDOW_PAGES, SLIDING,
+        BATCH_P,
+    )  # fmt: skip
+    inside = (channels < D)[:, None] & (columns < D)[None, :]
+    offset = head * stride_rotation * D * D + channels[:, None] * D + columns[None, :]
+    transform = tl.load(transform_ptr + offset, mask=inside, other=0.0)
+    mean = _widen(tl.load(value_mean_ptr + head * stride_rotation * D + columns, mask=columns < D, other=0))
     if SINK_LOGITS:
-        sink = tl.load(sink_ptr + head * G + g).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sink_ptr + head * G + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+
+    # Log-sum-exp of all partial results: BF16 pages, then pieces of the history.
+    slot = tl.arange(0, SLOTS_P)
+    slot_part = row * SLOTS + slot
+    piece = tl.arange(0, PIECES_P)
+    piece_part = batch * K * SLOTS + row + first * K  # of the first piece; the next is K further
+    slot_mask = (g < G)[:, None] & (slot < SLOTS)[None, :]
+    slot_lse = tl.load(lse_ptr + slot_part[None, :] * G + g[:, None], mask=slot_mask, other=-float("inf"))
+    mask = (g < G)[:, None] & (piece < count)[None, :]
+    lse = tl.load(
+        lse_ptr + (piece_part + piece * K)[None, :] * G + g[:, None], mask=mask, other=-float("inf")
+    )
+    window_row = (slot_part[None, :] * G + g[:, None]).to(tl.int64)[:, :, None]
+    mask = slot_mask[:, :, None] & (columns < D)[None, None, :]
+    window = tl.load(o_ptr + window_row * D + columns[None, None, :], mask=mask, other=0.0)
+    o, o_lse = _pieces(o_ptr, lse_ptr, piece_part, 0, count, g, K, G, D, DP, STEP)
+
+    top = tl.maximum(tl.max(lse, 1), tl.max(slot_lse, 1))
+    if SINK_LOGITS:
         top = tl.maximum(top, sink)
     top = tl.where(top > -float("inf"), top, 0.0)
-    factor = tl.exp2(m - top)
-    slot_weight = tl.exp2(slot_lse - top)
-    history_weight = tl.sum(l * factor, 0)
-    denominator = history_weight + tl.sum(slot_weight, 0)
+    history_weight = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    total = history_weight + tl.sum(tl.exp2(slot_lse - top[:, None]), 1)
     if SINK_LOGITS:
-        denominator += tl.exp2(sink - top)
-    inverse = 1.0 / tl.where(denominator > 0, denominator, 1.0)
-    history = tl.sum(acc * (factor * inverse)[:, None], 0)
-    window = tl.sum(slot_o * (slot_weight * inverse)[:, None], 0)
-    history_weight *= inverse
-    for block in tl.range(0, D, COLUMNS, num_stages=3):
-        columns = block + tl.arange(0, COLUMNS)
-        inside = (channels < D)[:, None] & (columns < D)[None, :]
-        offset = head * stride_rotation * D * D + channels[:, None] * D + columns[None, :]
-        transform = tl.load(transform_ptr + offset, mask=inside, other=0.0)
-        mean_offset = head * stride_rotation * D + columns
-        mean = _widen(tl.load(value_mean_ptr + mean_offset, mask=columns < D, other=0))
-        same = channels[:, None] == columns[None, :]
-        out = tl.sum(history[:, None] * transform + tl.where(same, window[:, None], 0.0), 0)
-        tl.store(out_ptr + tl.program_id(0) * D + columns, out + history_weight * mean, mask=columns < D)
+        total += tl.exp2(sink - top)
+    total = tl.where(total > 0, total, 1.0)
+    top += tl.log2(total)
+    acc = o * tl.exp2(o_lse - top[:, None])[:, :, None]
+    for step in tl.range(STEP, count, STEP, num_stages=1):
+        o, o_lse = _pieces(o_ptr, lse_ptr, piece_part, step, count, g, K, G, D, DP, STEP)
+        acc += o * tl.exp2(o_lse - top[:, None])[:, :, None]
+    history = tl.sum(acc, 1)
+    out = tl.sum(history[:, :, None] * transform[None, :, :], 1)
+    out += tl.sum(window * tl.exp2(slot_lse - top[:, None])[:, :, None], 1)
+    out += (history_weight / total)[:, None] * mean[None, :]
+    mask = (g < G)[:, None] & (columns < D)[None, :]
+    tl.store(out_ptr + (row * G + g)[:, None] * D + columns[None, :], out, mask=mask)
+
+
+@triton.jit
+def _pieces(
+    o_ptr, lse_ptr, part, low, count, g,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Partial results [heads, STEP, DP] of pieces from `low` on, and their log-sum-exp; part: of piece 0."""
+    piece = low + tl.arange(0, STEP)
+    channels = tl.arange(0, DP)
+    mask = (g < G)[:, None] & (piece < count)[None, :]
+    rows = (part + piece * K)[None, :] * G + g[:, None]
+    lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
+    offset = rows.to(tl.int64)[:, :, None] * D + channels[None, None, :]
+    return tl.load(o_ptr + offset, mask=mask[:, :, None] & (channels < D)[None, None, :], other=0.0), lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,7 +562,6 @@ class DecodePlan:
     window_pages: int  # the work of one BF16 page, in INT2 pages
     stride_rotation: int
     sliding_window: int | None
-    early: bool  # a launch may start before the one before it has ended, with all shared memory (Hopper)
 
     @property
     def slots(self) -> int:
@@ -539,11 +570,6 @@ class DecodePlan:
     @property
     def partials(self) -> int:
         return self.heads * (self.batch * (self.slots + 1) + self.pieces)
-
-    @property
-    def launch(self) -> dict[str, bool]:
-        """Options of a launch that may start early."""
-        return {"launch_pdl": True} if self.early else {}
 
 
 def query_group(query: torch.Tensor, cache) -> int:
@@ -568,7 +594,6 @@ def plan_decode(
     *,
     programs: int,
     window_pages: int,
-    early: bool,
 ) -> DecodePlan:
     """Checks shapes and device and divides the work among about `programs` programs; allocates nothing.
 
@@ -594,39 +619,37 @@ def plan_decode(
         window_pages=window_pages,
         stride_rotation=rotation_stride(rotation.query_transform.shape[0], heads),
         sliding_window=sliding_window,
-        early=early,
     )
 
 
-def reserve_shared_memory(kernel) -> None:
-    """Makes later launches of a compiled kernel ask for as much shared memory as a multiprocessor has.
+def check_sinks(plan: DecodePlan, sink_logits: torch.Tensor | None) -> None:
+    """Raises ShapeError unless there is one sink logit per query head, or none."""
+    query_heads = plan.heads * plan.group
+    if sink_logits is not None and sink_logits.shape != (query_heads,):
+        raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected ({query_heads},)")
 
-    A launch that starts early shares multiprocessors with the one before it, and their division between cache
-    and shared memory: without this, stage 1 in Gluon finds too little (183 instead of 159 us at batch 8).
+
+def rotate(
+    plan: DecodePlan,
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    addend: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    **launch: bool,
+) -> tuple[torch.Tensor, Any]:
+    """Launches rows [B, N, D] @ matrix [K or 1, D, D] -> float32 [B, N, D], and the compiled kernel.
+
+    addend (float32 [B, N, D], weight float32 [B, N], mean bf16 [K or 1, D]): adds the first + weight * mean.
     """
-    _set_carveout(kernel.function)
-
-
-@functools.cache
-def _set_carveout(function: int) -> None:
-    preferred_shared_memory_carveout, percent = 9, 100
-    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
-        ctypes.c_void_p(function), preferred_shared_memory_carveout, percent
-    )
-
-
-def rotate_query(plan: DecodePlan, query: torch.Tensor, rotation) -> torch.Tensor:
-    """Launches the rotation -> float32 [B, N, D]."""
-    rotated = torch.empty(query.shape, device=query.device)
-    columns = min(32, plan.padded_dim)
-    kernel = _rotate_kernel[(triton.cdiv(plan.head_dim, columns), plan.heads, plan.batch)](
-        query, rotation.query_transform, plan.stride_rotation, rotated,
+    out = torch.empty(rows.shape, device=rows.device)
+    added, weight, mean = (out, out, out) if addend is None else addend
+    columns, tile = 32, 16
+    grid = (triton.cdiv(plan.head_dim, columns), triton.cdiv(plan.batch * plan.group, tile), plan.heads)
+    kernel = _rotate_kernel[grid](
+        rows, matrix, plan.stride_rotation, added, weight, mean.view(torch.int16), out, plan.batch,
         K=plan.heads, G=plan.group, D=plan.head_dim, CHUNK=min(128, plan.padded_dim), COLUMNS=columns,
-        ROWS=16, EARLY=plan.early, num_warps=4,
+        ROWS=tile, BACK=addend is not None, num_warps=4, **launch,
     )  # fmt: skip
-    if plan.early:
-        reserve_shared_memory(kernel)
-    return rotated
+    return out, kernel
 
 
 def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -639,27 +662,25 @@ def merge(
     plan: DecodePlan, o: torch.Tensor, lse: torch.Tensor, cache, rotation, sink_logits: torch.Tensor | None
 ) -> torch.Tensor:
     """Launches the merge, which also applies the output transform -> float32 [B, N, D]."""
-    query_heads = plan.heads * plan.group
-    if sink_logits is not None and sink_logits.shape != (query_heads,):
-        raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected ({query_heads},)")
-    out = torch.empty((plan.batch, query_heads, plan.head_dim), device=o.device)
-    # Many pieces of one sequence: more of them at a time. Two tiles ahead take at most 64 KB.
-    pieces = triton.next_power_of_2(plan.pieces // plan.batch + 2)
-    tile = 8192 // plan.padded_dim
-    step = max(16, min(64, pieces // 4, tile))
-    columns = plan.padded_dim if 2 * step >= plan.padded_dim else min(2 * step, tile)
-    kernel = _merge_kernel[(plan.batch * query_heads,)](
+    out = torch.empty((plan.batch, plan.heads * plan.group, plan.head_dim), device=o.device)
+    # The heads that share a transform share a program, unless that takes many steps over the pieces of a
+    # sequence: reading the transform costs most where sequences are many (H200, batch 8: 7 us).
+    pieces, tile = triton.next_power_of_2(plan.pieces // plan.batch + 2), 8192 // plan.padded_dim
+    rows = triton.next_power_of_2(plan.group)
+    rows = rows if pieces * rows <= 4 * tile else 1
+    step = max(1, min(pieces, tile // rows))
+    columns = 64
+    grid = (triton.cdiv(plan.head_dim, columns), plan.batch * plan.heads * triton.cdiv(plan.group, rows))
+    _merge_kernel[grid](
         o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
         rotation.output_transform, rotation.value_mean.view(torch.int16), plan.stride_rotation,
         lse if sink_logits is None else sink_logits, out,
-        K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SINK_PAGES=plan.sink_pages,
-        SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
-        SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch, STEP=step,
-        COLUMNS=columns, SINK_LOGITS=sink_logits is not None, EARLY=plan.early,
-        num_warps=step // 4, **plan.launch,
+        K=plan.heads, G=plan.group, ROWS=rows, D=plan.head_dim, DP=plan.padded_dim,
+        SINK_PAGES=plan.sink_pages, SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots),
+        WINDOW_PAGES=plan.window_pages, SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
+        PIECES_P=triton.next_power_of_2(plan.pieces + 1), STEP=step, COLUMNS=columns,
+        SINK_LOGITS=sink_logits is not None, num_warps=max(4, plan.padded_dim // 32),
     )  # fmt: skip
-    if plan.early:
-        reserve_shared_memory(kernel)
     return out
 
 
@@ -682,10 +703,11 @@ def decode_attention(
     tuning = TUNING[_padded_dim(query.shape[-1])]
     plan = plan_decode(
         query, cache, rotation, sliding_window,
-        programs=tuning.programs * _processors(query.device), window_pages=tuning.window_pages, early=False,
+        programs=tuning.programs * _processors(query.device), window_pages=tuning.window_pages,
     )  # fmt: skip
+    check_sinks(plan, sink_logits)
     query = query.contiguous()
-    rotated = rotate_query(plan, query, rotation)
+    rotated, _ = rotate(plan, query, rotation.query_transform, EARLY=False)
     o, lse = allocate_partials(plan, query.device)
     rows = 8 if plan.group <= 8 else 16
     max_pages = cache.page_table.shape[1]

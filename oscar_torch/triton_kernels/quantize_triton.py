@@ -13,6 +13,7 @@ a matrix product packs the tokens of values.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import triton
@@ -162,11 +163,29 @@ def _code_channels(DP: tl.constexpr, IS_KEY: tl.constexpr):
 
 @triton.jit
 def _transform_limbs(transform_ptr, rows, columns, D: tl.constexpr):
-    """Entries in 15 bits as (high, low) int8 limbs, 256 * high + low."""
-    mask = (rows < D)[:, None] & (columns < D)[None, :]
-    entries = tl.load(transform_ptr + rows[:, None] * D + columns[None, :], mask=mask, other=0)
-    entries = entries.to(tl.int32)
+    """Entries in 15 bits as (high, low) int8 limbs, 256 * high + low.
+
+    Four rows at a time: a thread then holds what the matrix unit reads as one word, neighbours in a column.
+    """
+    n: tl.constexpr = rows.shape[0] // 4
+    even, odd = tl.split(tl.reshape(rows, (2 * n, 2)))
+    r0, r2 = tl.split(tl.reshape(even, (n, 2)))
+    r1, r3 = tl.split(tl.reshape(odd, (n, 2)))
+    evens = tl.join(
+        _transform_rows(transform_ptr, r0, columns, D), _transform_rows(transform_ptr, r2, columns, D)
+    )
+    odds = tl.join(
+        _transform_rows(transform_ptr, r1, columns, D), _transform_rows(transform_ptr, r3, columns, D)
+    )
+    entries = tl.permute(tl.join(evens, odds), (0, 2, 3, 1))
+    entries = tl.reshape(entries, (4 * n, columns.shape[0])).to(tl.int32)
     return ((entries + 128) >> 8).to(tl.int8), entries.to(tl.int8)
+
+
+@triton.jit
+def _transform_rows(transform_ptr, rows, columns, D: tl.constexpr):
+    mask = (rows < D)[:, None] & (columns < D)[None, :]
+    return tl.load(transform_ptr + rows[:, None] * D + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -529,35 +548,6 @@ def _flush_role(
 
 
 @triton.jit
-def _flush_kernel(
-    source_ptr, destination_ptr, count, window_key_ptr, window_value_ptr,
-    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
-    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Grid (2 * K * 64 / ROWS, count / ENTRIES): ROWS rows of the keys or values of `ENTRIES` pages."""
-    part = tl.program_id(0)
-    head = part // 2 % K
-    row0 = part // (2 * K) * ROWS
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    sources = tl.load(source_ptr + entry, mask=entry < count, other=0)
-    targets = tl.load(destination_ptr + entry, mask=entry < count, other=0)
-    if part % 2 == 0:
-        _flush_role(
-            window_key_ptr, targets > 0, sources, targets, head, key_transform_ptr, key_multiplier_ptr,
-            key_page_mean_ptr, stride_rotation, key_codes_ptr, key_scale_ptr, row0,
-            True, K, D, DP, ROWS, CHUNK,
-        )  # fmt: skip
-    else:
-        _flush_role(
-            window_value_ptr, targets > 0, sources, targets, head, value_transform_ptr, value_multiplier_ptr,
-            value_mean_ptr, stride_rotation, value_codes_ptr, value_scale_ptr, row0,
-            False, K, D, DP, ROWS, CHUNK,
-        )  # fmt: skip
-
-
-@triton.jit
 def _take(count_ptrs, mask, shift):
     """Reads counts that every program of a launch reads and the last one writes -> (counts, is the last).
 
@@ -586,7 +576,7 @@ def _store_new_rows(
 
 @triton.jit
 def _append_kernel(
-    key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, batch, shift, page_table_ptr,
+    batch, key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr,
     stride_table, window_table_ptr, window_key_ptr, window_value_ptr,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
     stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
@@ -725,6 +715,10 @@ def check_device(tensor: torch.Tensor, capability: int = 8) -> None:
         raise NotImplementedError(f"compute capability {major}.{minor}, needed: {capability}.0 or newer")
 
 
+# Starts a bulk kernel: its arguments, the number of roles (keys, values) and its constants.
+Launch = Callable[[tuple, int, dict[str, int]], None]
+
+
 @dataclasses.dataclass
 class _Role:
     """What a bulk launch reads and writes for keys, or for values."""
@@ -763,7 +757,7 @@ def _prepare(
     return _Role(_pairs(rows), transform.contiguous(), multiplier, mean, *arrays)
 
 
-def _quantize(keys: _Role | None, values: _Role | None) -> None:
+def _quantize(keys: _Role | None, values: _Role | None, launch: Launch) -> None:
     """Quantizes the pages of one role or, in the same launch, of both."""
     roles = [role for role in (keys, values) if role is not None]
     if len({role.rows.shape for role in roles}) > 1:
@@ -773,29 +767,35 @@ def _quantize(keys: _Role | None, values: _Role | None) -> None:
             role.rows = role.rows.contiguous()
     # A role that does not run is given the arrays of the other.
     key, value = roles[0], roles[-1]
-    num_pages, _, heads, pairs = key.rows.shape
+    num_pages, _, heads, _ = key.rows.shape
     if num_pages == 0:
         return
-    tiles = _bulk_tiles(2 * pairs, key.rows.device)
-    blocks = fmt.PAGE_TOKENS // tiles["ROWS"]
-    programs = max(1, min(num_pages, _bulk_programs(key.rows.device) // (heads * blocks)))
-    _bulk_kernel[(heads, programs, len(roles) * blocks)](
+    arguments = (
         key.rows, value.rows, *key.rows.stride()[:3], num_pages, key.transform, value.transform,
         key.multiplier, value.multiplier, _bits(value.mean), rotation_stride(key.transform.shape[0], heads),
         key.codes, value.codes, _bits(key.scale), _bits(value.scale), _bits(key.mean),
-        FIRST_ROLE=int(keys is None), K=heads, D=2 * pairs, **tiles,
     )  # fmt: skip
+    launch(arguments, len(roles), {"FIRST_ROLE": int(keys is None), "K": heads, "D": 2 * key.rows.shape[-1]})
 
 
-def _bulk_programs(device: torch.device) -> int:
-    """Programs of a bulk launch for each role: few, so that each reuses its transform."""
-    if device.type != "cuda":
-        return 4
-    return BULK_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+def _launch_bulk(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
+    device, heads, num_pages = arguments[0].device, constants["K"], arguments[5]
+    tiles = _bulk_tiles(constants["D"], device)
+    blocks = fmt.PAGE_TOKENS // tiles["ROWS"]
+    programs = bulk_programs(device, num_pages, heads * blocks, BULK_PROGRAMS)
+    _bulk_kernel[(heads, programs, roles * blocks)](*arguments, **constants, **tiles)
+
+
+def bulk_programs(device: torch.device, num_pages: int, blocks: int, resident: int) -> int:
+    """Programs of a bulk launch that share the pages of one role and block: few, to reuse the transform."""
+    slots = 4
+    if device.type == "cuda":
+        slots = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(num_pages, slots // blocks))
 
 
 def quantize_key_pages(
-    rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor
+    rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor, *, launch: Launch = _launch_bulk
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize pages of keys: center by the page's mean, rotate, scale, code and pack along channels.
 
@@ -805,12 +805,17 @@ def quantize_key_pages(
     Format page, section 2.
     """
     keys = _prepare("key", rows, transform, multiplier)
-    _quantize(keys, None)
+    _quantize(keys, None, launch)
     return keys.codes, keys.scale, keys.mean
 
 
 def quantize_value_pages(
-    rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor, mean: torch.Tensor
+    rows: torch.Tensor,
+    transform: torch.Tensor,
+    multiplier: torch.Tensor,
+    mean: torch.Tensor,
+    *,
+    launch: Launch = _launch_bulk,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize pages of values: center by the calibrated mean, rotate, scale, code and pack along tokens.
 
@@ -822,19 +827,19 @@ def quantize_value_pages(
     if mean.shape[0] != transform.shape[0]:
         raise ShapeError(f"mean has {mean.shape[0]} heads, transform has {transform.shape[0]}")
     values = _prepare("value", rows, transform, multiplier, mean)
-    _quantize(None, values)
+    _quantize(None, values, launch)
     return values.codes, values.scale
 
 
 def quantize_page_pair(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation
+    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation, *, launch: Launch = _launch_bulk
 ) -> dict[str, torch.Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     keys = _prepare("key", key_pages, rotation.key_transform, rotation.key_multiplier)
     values = _prepare(
         "value", value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
     )
-    _quantize(keys, values)
+    _quantize(keys, values, launch)
     return {
         "key_codes": keys.codes,
         "value_codes": values.codes,
@@ -842,26 +847,6 @@ def quantize_page_pair(
         "value_scale": values.scale,
         "key_page_mean": keys.mean,
     }
-
-
-def flush_pages(cache, rotation, source_pages: torch.Tensor, destination_pages: torch.Tensor) -> None:
-    """Quantize window pages into INT2 pages of the same cache, keys and values, all in one launch.
-
-    source_pages int32 [F]: physical window pages; destination_pages int32 [F]: physical INT2 pages, where 0
-    (the reserved page) leaves the cache as it is. F is any count: the batch, or all pages of a prefill.
-    Writes key_codes, value_codes, key_scale, value_scale and key_page_mean of `cache` in place. No host
-    synchronization. Raises NotImplementedError (device), ShapeError. Format page, sections 2 and 4.
-    """
-    _, heads, _, head_dim = cache.window_key.shape
-    tiles = _flush_tiles(head_dim)
-    if source_pages.shape != destination_pages.shape:
-        raise ShapeError(f"{source_pages.shape} source pages for {destination_pages.shape} destinations")
-    count = source_pages.shape[0]
-    check_device(cache.window_key)
-    _flush_kernel[(_parts(heads, tiles), triton.cdiv(count, ENTRIES))](
-        source_pages, destination_pages, count, *_windows(cache), *_rotation_arguments(rotation, heads),
-        *_int2_arguments(cache), K=heads, D=head_dim, ENTRIES=ENTRIES, **tiles,
-    )  # fmt: skip
 
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
@@ -875,23 +860,36 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
     ShapeError, NotImplementedError (device; more tokens and heads than 32 bits can count). Format page,
     section 4.
     """
-    config = cache.config
-    heads, head_dim, batch = config.num_key_value_heads, config.head_dim, cache.batch
+    config, batch = cache.config, cache.batch
+    tiles = _flush_tiles(config.head_dim)
+    parts = _parts(config.num_key_value_heads, tiles)
+    arguments, constants = append_arguments(cache, rotation, key, value, new_lengths, parts)
+    _append_kernel[(parts, triton.cdiv(batch, ENTRIES))](
+        batch, *arguments, **constants, ENTRIES=ENTRIES, **tiles
+    )
+
+
+def append_arguments(
+    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor, parts: int
+) -> tuple[tuple, dict[str, int]]:
+    """Checked arguments and constants of an append kernel whose `parts` programs read each count."""
+    config, batch = cache.config, cache.batch
+    heads, head_dim = config.num_key_value_heads, config.head_dim
     for name, rows in (("key", key), ("value", value)):
         if rows.shape != (batch, 1, heads, head_dim):
             raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
-    tiles = _flush_tiles(head_dim)
     check_device(cache.window_key)
-    parts, shift = _parts(heads, tiles), int(cache.capacity).bit_length()
+    shift = int(cache.capacity).bit_length()
     if parts << shift > 1 << 31:
         raise NotImplementedError(f"{heads} key/value heads with tables for {cache.capacity} tokens")
-    _append_kernel[(parts, triton.cdiv(batch, ENTRIES))](
+    arguments = (
         _pairs(key.contiguous()), _pairs(value.contiguous()), new_lengths, cache.lengths, cache.history_pages,
-        batch, shift, cache.page_table, cache.page_table.shape[1], cache.window_table, *_windows(cache),
+        shift, cache.page_table, cache.page_table.shape[1], cache.window_table, *_windows(cache),
         *_rotation_arguments(rotation, heads), *_int2_arguments(cache),
-        SINK_PAGES=config.sink_pages, RECENT_SLOTS=config.recent_slots,
-        SLOTS=triton.next_power_of_2(config.window_slots), K=heads, D=head_dim, ENTRIES=ENTRIES, **tiles,
     )  # fmt: skip
+    slots = triton.next_power_of_2(config.window_slots)
+    constants = {"SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots, "SLOTS": slots}
+    return arguments, {**constants, "K": heads, "D": head_dim}
 
 
 def _parts(heads: int, tiles: dict[str, int]) -> int:
@@ -905,13 +903,13 @@ def _windows(cache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rotation_arguments(rotation, heads: int) -> tuple[torch.Tensor | int, ...]:
-    """The rotation as `_append_kernel` and `_flush_kernel` take it."""
+    """The rotation as the append kernels take it."""
     multipliers = (rotation.key_multiplier, rotation.value_multiplier)
     stride = rotation_stride(rotation.key_transform.shape[0], heads)
     return rotation.key_transform, rotation.value_transform, *multipliers, _bits(rotation.value_mean), stride
 
 
 def _int2_arguments(cache) -> tuple[torch.Tensor, ...]:
-    """The INT2 arrays as `_append_kernel` and `_flush_kernel` take them."""
+    """The INT2 arrays as the append kernels take them."""
     scales = (_bits(cache.key_scale), _bits(cache.value_scale))
     return cache.key_codes, cache.value_codes, *scales, _bits(cache.key_page_mean)

@@ -1,0 +1,722 @@
+"""Page quantizer for Hopper, in Gluon: the bytes of `quantize_triton.py`, operands and codes in registers.
+
+A program of four warps keeps the limbs of one head's transform in shared memory and walks over pages. Warp w
+owns tokens 16 w ... 16 w + 15 of a page; lane (g, c) of the matrix unit owns tokens 2 g and 2 g + 1 of them.
+The rows of a page arrive in shared memory while the page before is worked on; every lane reads the entries
+of its left operand, centers them and splits them into limbs where they are, and the products leave it the
+codes of whole key words. Values meet in one lane after three exchanges between lanes. On an H200
+instructions are issued in 51 to 53 % of the cycles, and by their number the products take 38 to 46 %: the two
+hardly overlap.
+
+Contraction index 32 s + 16 h + 4 c + b is channel 32 s + 8 c + 4 h + b, so that a lane reads 16 bytes at a
+time. Column 8 j + 2 c + b is channel D/4 c + 2 j + b of keys and 32 (j / 4) + 8 c + 2 (j % 4) + b of values.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language import PropagateNan
+
+from . import quantize_triton as plain
+from .quantize_triton import (
+    CLEAN_BITS,
+    CODES,
+    EMPTY_BITS,
+    LIMIT_BITS,
+    MEAN_DOWN,
+    MEAN_UP,
+    MULTIPLIER_SHIFT,
+    PAGE,
+    PAGE_BIAS,
+    ROW_UP,
+    SCALE_DOWN,
+)
+
+HEAD_DIMS = (64, 128)
+HOPPER = 9
+COLUMNS = gl.constexpr(64)  # of one product: few enough that sums, operands and results stay in registers
+BF16_LIMIT = gl.constexpr(LIMIT_BITS.value >> 16)
+BF16_INFINITY = gl.constexpr(0x7F80)
+FLOOR = gl.constexpr(1.5 * 2.0**23)  # its unit is 1: x + it, rounded down, has floor(x) in its low bits
+ALL_NAN = gl.constexpr(PropagateNan.ALL)
+MAX_HALVES = gl.constexpr("max.u16x2 $0, $1, $2;")
+ADD_DOWN = gl.constexpr("add.rm.f32 $0, $1, $2;")
+
+# a ... d are integers + 128: the upper byte is the high limb, the lower one the low limb + 128.
+PACK_LIMBS = (
+    " prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140; prmt.b32 $0, a, c, 0x7632;"
+    " prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }"
+)
+LIMBS = gl.constexpr(
+    "{ .reg .b32 a, b, c, d;"
+    + "".join(f" add.s32 {x}, ${2 + n}, 128;" for n, x in enumerate("abcd"))
+    + PACK_LIMBS
+)
+# Of floor(z * factor + 0.5).
+ROW_LIMBS = gl.constexpr(
+    "{ .reg .b32 a, b, c, d;"
+    + "".join(
+        f" fma.rm.f32 {x}, ${2 + n}, ${6 + n}, 0f3F000000; add.rm.f32 {x}, {x}, 0f4B400080;"
+        for n, x in enumerate("abcd")
+    )
+    + PACK_LIMBS
+)
+
+
+@gluon.constexpr_function
+def _sum_assembly() -> str:
+    """Sum of floor(|y| / 8) of $1 ... $16: numbers from 2**26 on have the unit 8; four y stay below 2**27."""
+    lines = ["{ .reg .b32 t, a;", f"mov.b32 $0, {-4 * 0x4C800000 % 2**32:#x};"]
+    for n in range(1, 17, 4):
+        lines.append("mov.b32 a, 0x4C800000;")
+        lines += [f"abs.f32 t, ${i}; add.rm.f32 a, a, t;" for i in range(n, n + 4)]
+        lines.append("add.s32 $0, $0, a;")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _code_assembly(bounds: int) -> str:
+    """A word of 16 codes: of $1 ... $16, in turn with each of 1 or 2 bounds from $17 on.
+
+    Every entry shifts in two signs: of y and of |y + 1/2| - bound, which says -bound <= y < bound. Rounded
+    towards zero, the sum is right where y is so large that its unit is 1.
+    """
+    lines = ["{ .reg .b32 t, w;", "mov.b32 w, 0;"]
+    for i in reversed(range(16)):
+        y, bound = f"${1 + i}", f"${17 + i % bounds}"
+        lines.append(f"shf.l.wrap.b32 w, {y}, w, 1; add.rz.f32 t, {y}, 0f3F000000; abs.f32 t, t;")
+        lines.append(f"sub.f32 t, t, {bound}; shf.l.wrap.b32 w, t, w, 1;")
+    # Odd bits: y < 0, even bits: small. Code: not negative; large where positive, small where negative.
+    lines.append("not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;")
+    return "\n".join([*lines, "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"])
+
+
+SUM = gl.constexpr(_sum_assembly())
+KEY_CODES = gl.constexpr(_code_assembly(1))
+VALUE_CODES = gl.constexpr(_code_assembly(2))
+# From the codes of a lane's two tokens for 8 channels to those of 16 tokens for one channel: lane g keeps
+# the g-th channel, nibbles in the order of lanes. $2 ... $5: selectors, kept nibbles and turn of the lane.
+EXCHANGE = gl.constexpr(
+    "{ .reg .b32 w, o;"
+    " shfl.sync.bfly.b32 o, $1, 16, 31, -1; prmt.b32 w, $1, o, $2;"
+    " shfl.sync.bfly.b32 o, w, 8, 31, -1; prmt.b32 w, w, o, $3;"
+    " shfl.sync.bfly.b32 o, w, 4, 31, -1; shf.l.wrap.b32 o, o, o, $5;"
+    " lop3.b32 $0, $4, w, o, 0xCA; }"
+)
+
+
+# ------------------------------------------------------------------------------------------ layouts
+
+
+@gluon.constexpr_function
+def _bits(axis: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Index bits low, 2 low, ... below high of an axis."""
+    return [(axis, 1 << n) for n in range(low.bit_length() - 1, high.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _linear(shape: list[int], registers, lanes, warps) -> gl.DistributedLinearLayout:
+    bases = [
+        [[step if axis == a else 0 for a in range(len(shape))] for axis, step in e]
+        for e in (registers, lanes, warps)
+    ]
+    return gl.DistributedLinearLayout(*bases, block_bases=[], shape=shape)
+
+
+@gluon.constexpr_function
+def _operand_pairs(D: int):
+    """Pairs [64, D / 2] as lanes own them in the left operand: 4 pairs of two tokens, then further ones."""
+    registers = [(1, 1), (1, 2), (0, 1), *_bits(1, 16, D // 2)]
+    return _linear([64, D // 2], registers, [(1, 4), (1, 8), *_bits(0, 2, 16)], _bits(0, 16, 64))
+
+
+@gluon.constexpr_function
+def _row_pairs(D: int):
+    """Pairs [64, D / 2] as they are copied and as keys are averaged: 4 pairs of several tokens."""
+    rows = 256 // D  # of one read of a warp
+    registers = [(1, 1), (1, 2), *_bits(0, rows, 16)]
+    return _linear([64, D // 2], registers, [*_bits(1, 4, D // 2), *_bits(0, 1, rows)], _bits(0, 16, 64))
+
+
+@gluon.constexpr_function
+def _transform_layout(D: int, words: bool):
+    """[D, D]: a thread has 8 neighbours of four rows, or their columns one by one: words of limbs."""
+    first, second = 1024 // D, 4096 // D  # rows of a warp and of all warps at a time
+    rows, columns = _bits(0, 1, 4), _bits(1, 1, 8)
+    registers = [*rows, *columns] if words else [*columns, *rows]
+    registers += _bits(0, second, D)
+    return _linear([D, D], registers, [*_bits(1, 8, D), *_bits(0, 4, first)], _bits(0, first, second))
+
+
+@gluon.constexpr_function
+def _sums_of_channels(D: int):
+    """[1024 / D, D]: a thread has a whole column (and, where D = 64, another thread has it too)."""
+    warps = [*_bits(1, 32, D), (-1, 0)][:2]
+    return _linear([1024 // D, D], _bits(0, 1, 1024 // D), _bits(1, 1, 32), warps)
+
+
+@gluon.constexpr_function
+def _everywhere(size: int):
+    """[size]: every thread has all."""
+    return _linear([size], _bits(0, 1, size), [(-1, 0)] * 5, [(-1, 0)] * 2)
+
+
+PRODUCTS = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS.value, 32])
+)
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 4))
+# [64 tokens, 4 c, COLUMNS / 4]: the rotated entries of a lane, in its registers.
+RESULTS = gl.constexpr(
+    _linear(
+        [64, 4, COLUMNS.value // 4],
+        [(2, 1), (0, 1), *_bits(2, 2, COLUMNS.value // 4)],
+        [(1, 1), (1, 2), *_bits(0, 2, 16)],
+        _bits(0, 16, 64),
+    )
+)
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+@gluon.jit
+def _power_of_two(biased_exponent):
+    return (biased_exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _floats(pairs):
+    """int32 pairs of bf16 [64, C] -> float32 [64, 2 C]."""
+    both = gl.join(pairs << 16, pairs & -65536)
+    return both.reshape([PAGE, 2 * pairs.shape[1]]).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _max_halves(a, b):
+    return gl.inline_asm_elementwise(MAX_HALVES, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _max_or_nan(a, b):
+    return gl.maximum(a, b, propagate_nan=ALL_NAN)
+
+
+@gluon.jit
+def _clean(bits):
+    """bf16 in the low half of int32, other bits 0: NaN and infinities 0, finite values within +-2**64."""
+    magnitude = bits & 0x7FFF
+    clamped = gl.where(magnitude > BF16_LIMIT, (bits ^ magnitude) | BF16_LIMIT, bits)
+    return gl.where(magnitude >= BF16_INFINITY, 0, clamped)
+
+
+@gluon.jit
+def _clean_pairs(pairs):
+    return _clean(pairs & 0xFFFF) | (_clean((pairs >> 16) & 0xFFFF) << 16)
+
+
+@gluon.jit
+def _split4(x):
+    """[A, B, 4 n] -> x[..., 0::4], x[..., 1::4], x[..., 2::4], x[..., 3::4]."""
+    a, b = gl.split(x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+    a, c = gl.split(a.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
+    b, d = gl.split(b.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
+    return a, b, c, d
+
+
+@gluon.jit
+def _split16(x):
+    """[A, B, 16 n] -> x[..., 0::16], x[..., 1::16], ..."""
+    a, b, c, d = _split4(x)
+    a0, a1, a2, a3 = _split4(a)
+    b0, b1, b2, b3 = _split4(b)
+    c0, c1, c2, c3 = _split4(c)
+    d0, d1, d2, d3 = _split4(d)
+    return a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+@gluon.jit
+def _store_transform(transform_ptr, high_limbs, low_limbs, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """The limbs of the transform to shared memory [columns, contraction index], both in operand order."""
+    layout: gl.constexpr = _transform_layout(D, False)
+    row = gl.arange(0, D, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    x = gl.load(transform_ptr + row[:, None] * D + column[None, :])
+    x = gl.convert_layout(x, _transform_layout(D, True)).to(gl.int32)
+    high, low = gl.inline_asm_elementwise(
+        LIMBS, "=r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    high_limbs.store(_transform_operand(high, IS_KEY, D))
+    low_limbs.store(_transform_operand(low, IS_KEY, D))
+
+
+@gluon.jit
+def _transform_operand(x, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """Transform [D channels, D channels] -> [columns, contraction index]."""
+    x = x.reshape([D // 32, 4, 2, 4, D]).permute((0, 2, 1, 3, 4))  # s, h, c, b
+    if IS_KEY:
+        x = x.reshape([D, 4, D // 8, 2]).permute((2, 1, 3, 0))  # j, c, b
+    else:
+        x = x.reshape([D, D // 32, 4, 4, 2]).permute((1, 3, 2, 4, 0))
+    return x.reshape([D, D])
+
+
+@gluon.jit
+def _largest_of_page(x, scratch):
+    """The largest of x int32 [4 warps, n], through `scratch` int32 [4] in shared memory."""
+    scratch.store(gl.max(x, 1))
+    return gl.max(scratch.load(_everywhere(4)), 0)
+
+
+@gluon.jit
+def _rows_of_threads(x, D: gl.constexpr):
+    """[64, C] in the layout of `_row_pairs` -> [1024 / D, D / 16, C]: the middle axis lies in a thread."""
+    x = x.reshape([4, D // 16, 256 // D, x.shape[1]]).permute((0, 2, 1, 3))
+    return x.reshape([1024 // D, D // 16, x.shape[3]])
+
+
+@gluon.jit
+def _largest_key(pairs, scratch, D: gl.constexpr):
+    """The largest magnitude, as bf16 bits, of a page of pairs in the layout of `_row_pairs`."""
+    tops = gl.reduce(_rows_of_threads(pairs & 0x7FFF7FFF, D), 1, _max_halves)
+    tops = gl.reduce(tops.reshape([128, 4]), 1, _max_halves)
+    return _largest_of_page(gl.maximum(tops & 0xFFFF, tops >> 16).reshape([4, 32]), scratch)
+
+
+@gluon.jit
+def _load_keys(tile, page_mean_ptr, mean, scratch, sums, D: gl.constexpr):
+    """Steps 1 and 2 of a page of keys -> its clean pairs in the layout of `_operand_pairs`.
+
+    The mean goes to memory and, as float32 [D], to `mean`. `tile`, `mean`, `scratch` int32 [4] and `sums`
+    int32 [1024 / D, D] are in shared memory.
+    """
+    rows = tile.load(_row_pairs(D))
+    top = _largest_key(rows, scratch, D)
+    if top > BF16_LIMIT:
+        rows = _clean_pairs(rows)
+        tile.store(rows)
+        top = _largest_key(rows, scratch, D)
+    empty = (top << 16) < EMPTY_BITS
+    exponent = gl.where(empty, 0, (top >> 7) - 127)
+    summands = gl.fma(_floats(rows), _power_of_two(MEAN_UP - exponent), 0.5)
+    summands = gl.inline_asm_elementwise(
+        ADD_DOWN, "=r,r,r", [summands, FLOOR], dtype=gl.int32, is_pure=True, pack=1
+    )
+    sums.store(gl.sum(_rows_of_threads(summands, D), 1))
+    total = gl.sum(sums.load(_sums_of_channels(D)), 0) - PAGE_BIAS
+    pairs = tile.load(_operand_pairs(D))
+    bits = gl.where(empty, 0.0, total.to(gl.float32) * _power_of_two(exponent + MEAN_DOWN)).to(gl.bfloat16)
+    channel = gl.arange(0, D, layout=bits.type.layout)
+    gl.store(page_mean_ptr + channel, bits.to(gl.int16, bitcast=True))
+    mean.store(bits.to(gl.float32))
+    return pairs
+
+
+@gluon.jit
+def _centered(pairs, mean):
+    """Rows less a mean -> (z float32 [64, D], bits of the largest |z| of every row)."""
+    x = _floats(pairs)
+    z = x - mean.load(gl.SliceLayout(0, x.type.layout))[None, :]
+    return z, gl.reduce(gl.abs(z), 1, _max_or_nan).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _limbs(z, top, D: gl.constexpr):
+    """Steps 3 to 5 -> high limbs int8 [64, D], low limbs, exponent [64 tokens]."""
+    empty = top < EMPTY_BITS
+    exponent = gl.where(empty, 0, (top >> 23) - 127)
+    factor = gl.where(empty, 0.0, _power_of_two(ROW_UP - exponent))
+    high, low = gl.inline_asm_elementwise(
+        ROW_LIMBS,
+        "=r,=r,r,r,r,r,r,r,r,r",
+        [z, factor[:, None]],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+    return _operand(high, D), _operand(low, D), exponent
+
+
+@gluon.jit
+def _operand(limbs, D: gl.constexpr):
+    """Bytes [64 tokens, D channels] -> the left operand of the products."""
+    x = limbs.reshape([4, 8, 2, D // 32, 4, 2, 4]).permute((0, 2, 1, 3, 5, 4, 6)).reshape([PAGE, D])
+    return gl.convert_layout(x, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _rotate(high, low, t_high, t_low, column: gl.constexpr):
+    """Step 6: limbs [64, D] and, in shared memory [columns, D] -> float32 [64 tokens, 4 c, COLUMNS / 4].
+
+    Of COLUMNS columns; |Y| < 2**24, so that float32 holds it.
+    """
+    t_high = t_high.slice(column, COLUMNS).permute((1, 0))
+    t_low = t_low.slice(column, COLUMNS).permute((1, 0))
+    zero = gl.zeros([PAGE, COLUMNS], gl.int32, PRODUCTS)
+    y = warpgroup_mma(high, t_high, zero, use_acc=False, is_async=True)
+    small = warpgroup_mma(low, t_low, zero, use_acc=False, is_async=True)
+    y, small = warpgroup_mma_wait(0, deps=[y, small])
+    y = (y << 8) + (small >> 8)
+    y = warpgroup_mma(high, t_low, y, is_async=True)
+    y = warpgroup_mma(low, t_high, y, is_async=True)
+    y = warpgroup_mma_wait(0, deps=[y]).to(gl.float32)
+    y = y.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 2, 1, 4, 3, 5)).reshape([PAGE, 4, COLUMNS // 4])
+    return gl.convert_layout(y, RESULTS, assert_trivial=True)
+
+
+@gluon.jit
+def _sum_rows(y):
+    """Sum of floor(|Y| / 8) over the entries of a lane [64, 4, 16]."""
+    return gl.inline_asm_elementwise(SUM, "=r" + ",r" * 16, _split16(y), dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _key_words(y, bound):
+    """A lane has the 16 channels of a word -> words [64 tokens, 4 c, 1]."""
+    entries = _split16(y)
+    bounds = (_spread(bound, entries[0]),)
+    return gl.inline_asm_elementwise(
+        KEY_CODES, "=r" + ",r" * 17, entries + bounds,
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _value_words(y, bound):
+    """The 16 codes of a word lie in eight lanes, two in each -> words [8 warp + g, 4 c, 2 w].
+
+    Word `warp` of channel 32 w + 8 c + g of these columns.
+    """
+    y = y.reshape([32, 2, 4, COLUMNS // 4]).permute((0, 2, 3, 1)).reshape([32, 4, COLUMNS // 2])
+    even, odd = gl.split(bound.reshape([32, 2]))
+    entries = _split16(y)
+    bounds = (_spread(even, entries[0]), _spread(odd, entries[0]))
+    words = gl.inline_asm_elementwise(
+        VALUE_CODES, "=r" + ",r" * 18, entries + bounds,
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    g = _index(words, 0) % 8
+    first = gl.where((g & 4) != 0, 0x3276, 0x5410)
+    second = gl.where((g & 2) != 0, 0x3715, 0x6240)
+    kept = gl.where((g & 1) != 0, -0x0F0F0F10, 0x0F0F0F0F)
+    turn = gl.where((g & 1) != 0, 28, 4)
+    return gl.inline_asm_elementwise(
+        EXCHANGE, "=r,r,r,r,r,r", [words, first, second, kept, turn], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _spread(x, like):
+    """A number per row, laid out to meet `like` [rows, 4, n]."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+    return gl.convert_layout(x, layout)[:, None, None]
+
+
+@gluon.jit
+def _index(x, axis: gl.constexpr):
+    """0 .. size - 1 along one axis of x [A, B, C], of size 1 along the others."""
+    if axis == 0:
+        i = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+        return i[:, None, None]
+    elif axis == 1:
+        i = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
+        return i[None, :, None]
+    else:
+        i = gl.arange(0, x.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))
+        return i[None, None, :]
+
+
+@gluon.jit
+def _store_page(
+    high, low, exponent, t_high, t_low, multiplier, codes_ptr, scale_ptr,
+    IS_KEY: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Steps 6 to 9 and packing of a page whose limbs are in registers."""
+    y = (_rotate(high, low, t_high, t_low, 0),)
+    sums = _sum_rows(y[0])
+    if D > COLUMNS:
+        y += (_rotate(high, low, t_high, t_low, COLUMNS),)
+        sums += _sum_rows(y[1])
+    mean_abs = gl.sum(gl.sum(sums, 2), 1) >> _log2(D)
+    bound = (mean_abs * multiplier) >> MULTIPLIER_SHIFT
+    exponent = gl.convert_layout(exponent, bound.type.layout)
+    scale = bound.to(gl.float32) * _power_of_two(exponent + SCALE_DOWN)
+    token = gl.arange(0, PAGE, layout=bound.type.layout)
+    gl.store(scale_ptr + token, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
+    bound = bound.to(gl.float32)
+    if IS_KEY:
+        words = _key_words(y[0], bound)
+        if D > COLUMNS:
+            words = gl.join(words, _key_words(y[1], bound)).reshape([PAGE, 4, 2])
+        offset = _index(words, 0) * (D // CODES) + _index(words, 1) * (D // 64) + _index(words, 2)
+        gl.store(codes_ptr + offset, words)
+    else:
+        for half in gl.static_range(D // COLUMNS):
+            words = _value_words(y[half], bound)
+            row = _index(words, 0)
+            channel = half * COLUMNS + _index(words, 2) * 32 + _index(words, 1) * 8 + row % 8
+            gl.store(codes_ptr + channel * (PAGE // CODES) + row // 8, words)
+
+
+@gluon.jit
+def _role_memory(transform_ptr, mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """What a program keeps of one head and role, pointers at the head.
+
+    -> in shared memory the limbs of the transform, a tile of rows (pairs [64, D / 2]), the mean (of values:
+    clean and filled in) and two places to work in; the bits of the largest |mean| of values.
+    """
+    limb_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
+    t_high = gl.allocate_shared_memory(gl.int8, [D, D], limb_layout)
+    t_low = gl.allocate_shared_memory(gl.int8, [D, D], limb_layout)
+    _store_transform(transform_ptr, t_high, t_low, IS_KEY, D)
+    fence_async_shared()
+    # 64-byte pieces of every other pair of rows change places: lanes 2 g and 2 g + 1 read other banks.
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=16, per_phase=2, max_phase=2, order=[1, 0])
+    tile = gl.allocate_shared_memory(gl.int32, [PAGE, D // 2], tile_layout)
+    mean = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    scratch = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    sums = gl.allocate_shared_memory(gl.int32, [1024 // D, D], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+    mean_top = 0
+    if not IS_KEY:
+        channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        bits = _clean(gl.load(mean_ptr + channel).to(gl.int32) & 0xFFFF) << 16
+        mean_top = gl.max(bits & 0x7FFFFFFF, 0)
+        mean.store(bits.to(gl.float32, bitcast=True))
+    return t_high, t_low, tile, mean, scratch, sums, mean_top
+
+
+@gluon.jit
+def _tile_offsets(stride_token, D: gl.constexpr):
+    layout: gl.constexpr = _row_pairs(D)
+    token = gl.arange(0, PAGE, layout=gl.SliceLayout(1, layout))
+    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, layout))
+    return token[:, None] * stride_token + pair[None, :]
+
+
+@gluon.jit
+def _copy_tile(pointers, tile, valid):
+    async_copy.async_copy_global_to_shared(tile, pointers, mask=valid)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _center_tile(tile, mean, scratch, sums, mean_top, page_mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """Steps 1 and 2 -> `_centered` rows; all warps have passed a barrier since they read the tile."""
+    async_copy.wait_group(0)
+    if IS_KEY:
+        z, top = _centered(_load_keys(tile, page_mean_ptr, mean, scratch, sums, D), mean)
+    else:
+        z, top = _centered(tile.load(_operand_pairs(D)), mean)
+        # In the usual case nothing is to be cleaned: no entry is large, and no mean that could hide one.
+        if gl.maximum(_largest_of_page(top.reshape([4, 16]), scratch), mean_top) > CLEAN_BITS:
+            z, top = _centered(_clean_pairs(tile.load(_operand_pairs(D))), mean)
+    return z, top
+
+
+@gluon.jit
+def _bulk_role(
+    rows_ptr, stride_page, stride_token, head, num_pages,
+    transform_ptr, multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr,
+    IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Pages program_id(1), program_id(1) + programs, ... of one head and role; rows_ptr is at the head."""
+    rotation = head * stride_rotation
+    multiplier = gl.load(multiplier_ptr + rotation)
+    t_high, t_low, tile, mean, scratch, sums, mean_top = _role_memory(
+        transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D
+    )
+    rows_ptr += _tile_offsets(stride_token, D)
+    first, step = gl.program_id(1), gl.num_programs(1)
+    _copy_tile(rows_ptr + gl.cast(first, gl.int64) * stride_page, tile, first < num_pages)
+    for i in range(first, num_pages, step):
+        slot = gl.cast(i, gl.int64) * K + head
+        z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
+        _copy_tile(rows_ptr + gl.cast(i + step, gl.int64) * stride_page, tile, i + step < num_pages)
+        high, low, exponent = _limbs(z, top, D)
+        _store_page(
+            high, low, exponent, t_high, t_low, multiplier, codes_ptr + slot * (PAGE * D // CODES),
+            scale_ptr + slot * PAGE, IS_KEY, D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _bulk_kernel(
+    key_ptr, value_ptr, stride_page, stride_token, stride_head, num_pages,
+    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
+    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    FIRST_ROLE: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Grid (K, programs, roles): keys, then values; values alone with FIRST_ROLE = 1.
+
+    Roles mixed on a multiprocessor take longer: 728 us instead of 677 for 4096 pages of 8 heads (H200).
+    """
+    head = gl.program_id(0)
+    if gl.program_id(2) + FIRST_ROLE == 0:
+        _bulk_role(
+            key_ptr + head * stride_head, stride_page, stride_token, head, num_pages,
+            key_transform_ptr, key_multiplier_ptr, stride_rotation, key_page_mean_ptr, key_codes_ptr,
+            key_scale_ptr, True, K, D,
+        )  # fmt: skip
+    else:
+        _bulk_role(
+            value_ptr + head * stride_head, stride_page, stride_token, head, num_pages,
+            value_transform_ptr, value_multiplier_ptr, stride_rotation, value_mean_ptr, value_codes_ptr,
+            value_scale_ptr, False, K, D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _flush_page(
+    rows_ptr, source, target, head, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
+    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Quantizes one window page of one head into an INT2 page of the cache."""
+    rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + _tile_offsets(D // 2, D)
+    rotation = head * stride_rotation
+    multiplier = gl.load(multiplier_ptr + rotation)
+    t_high, t_low, tile, mean, scratch, sums, mean_top = _role_memory(
+        transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D
+    )
+    async_copy.async_copy_global_to_shared(tile, rows_ptr)
+    async_copy.commit_group()
+    slot = gl.cast(target, gl.int64) * K + head
+    z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
+    high, low, exponent = _limbs(z, top, D)
+    _store_page(
+        high, low, exponent, t_high, t_low, multiplier, codes_ptr + slot * (PAGE * D // CODES),
+        scale_ptr + slot * PAGE, IS_KEY, D,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _take(count_ptr, shift):
+    """`quantize_triton._take` of one count."""
+    old = gl.atomic_add(count_ptr, gl.cast(1, gl.int32) << shift, sem="relaxed")
+    return old & ((1 << shift) - 1), (old >> shift) == gl.num_programs(0) - 1
+
+
+@gluon.jit
+def _append_role(
+    row_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+    window_table_ptr, window_ptr, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
+    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The new row of one sequence and head, and the page that leaves the recent part."""
+    head, sequence = gl.program_id(0) // 2, gl.program_id(1)
+    # All that is read to store a row, at once: with a cold cache each of these is a way to the memory.
+    pair = gl.arange(0, D // 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    row = gl.load(row_ptr + (sequence * K + head) * (D // 2) + pair)
+    slot = gl.arange(0, SLOTS, layout=_everywhere(SLOTS))
+    window_slots: gl.constexpr = SINK_PAGES + RECENT_SLOTS
+    table = gl.load(window_table_ptr + sequence * window_slots + slot, mask=slot < window_slots, other=0)
+    new = gl.load(new_lengths_ptr + sequence)
+    length, last_length = _take(lengths_ptr + sequence, shift)
+    history, last_history = _take(history_ptr + sequence, shift)
+
+    # A row is dropped where the page table has no entry for every history page.
+    due = (length + 1) // PAGE - (window_slots - 1)
+    stores = (new > 0) & (gl.maximum(history, due) <= stride_table)
+    gl.store(lengths_ptr + sequence, length + stores.to(gl.int32), mask=last_length)
+    gl.store(history_ptr + sequence, gl.maximum(history, gl.where(stores, due, 0)), mask=last_history)
+
+    page = length // PAGE
+    place = gl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
+    physical = gl.cast(gl.sum(gl.where(slot == place, table, 0), 0), gl.int64)
+    target = ((physical * K + head) * PAGE + length % PAGE) * (D // 2)
+    gl.store(window_ptr + target + pair, row, mask=stores & (pair >= 0))
+    if stores & (due > history):
+        place = SINK_PAGES + history % RECENT_SLOTS
+        _flush_page(
+            window_ptr, gl.sum(gl.where(slot == place, table, 0), 0),
+            gl.load(page_table_ptr + sequence * stride_table + history), head, transform_ptr, multiplier_ptr,
+            stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _append_kernel(
+    key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+    window_table_ptr, window_key_ptr, window_value_ptr,
+    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
+    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLOTS: gl.constexpr, K: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Grid (2 K, batch): `quantize_triton._append_kernel`, a whole page of one sequence per program."""
+    if gl.program_id(0) % 2 == 0:
+        _append_role(
+            key_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+            window_table_ptr, window_key_ptr, key_transform_ptr, key_multiplier_ptr, stride_rotation,
+            key_page_mean_ptr, key_codes_ptr, key_scale_ptr, True, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+        )  # fmt: skip
+    else:
+        _append_role(
+            value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+            window_table_ptr, window_value_ptr, value_transform_ptr, value_multiplier_ptr, stride_rotation,
+            value_mean_ptr, value_codes_ptr, value_scale_ptr, False, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ entry points
+
+# Programs per multiprocessor and registers per thread that so many leave each other. Four do not fit the
+# products of 128 channels without spills; with 64 channels four take 300 us where three take 305 on an H200.
+PROGRAMS, REGISTERS = 3, 168
+
+
+def _launch(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
+    heads = constants["K"]
+    programs = plain.bulk_programs(arguments[0].device, arguments[5], heads, PROGRAMS)
+    _bulk_kernel[(heads, programs, roles)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
+
+
+def _check(rows: torch.Tensor) -> None:
+    plain.check_device(rows, HOPPER)
+    if rows.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {HEAD_DIMS}")
+
+
+def quantize_key_pages(
+    rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_triton.quantize_key_pages`; raises NotImplementedError too for a head_dim not served."""
+    _check(rows)
+    return plain.quantize_key_pages(rows, transform, multiplier, launch=_launch)
+
+
+def quantize_value_pages(
+    rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_triton.quantize_value_pages`; raises NotImplementedError too for a head_dim not served."""
+    _check(rows)
+    return plain.quantize_value_pages(rows, transform, multiplier, mean, launch=_launch)
+
+
+def quantize_page_pair(
+    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation
+) -> dict[str, torch.Tensor]:
+    """`quantize_triton.quantize_page_pair`; raises NotImplementedError too for a head_dim not served."""
+    _check(key_pages)
+    return plain.quantize_page_pair(key_pages, value_pages, rotation, launch=_launch)
+
+
+def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
+    """`quantize_triton.append_token`; raises NotImplementedError too for a head_dim not served."""
+    _check(cache.window_key)
+    parts = 2 * cache.config.num_key_value_heads
+    arguments, constants = plain.append_arguments(cache, rotation, key, value, new_lengths, parts)
+    _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
