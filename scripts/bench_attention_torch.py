@@ -326,7 +326,7 @@ def graph_time(
 def median_time(call: Callable[[], Any], repetitions: int, before: Callable[[], Any] | None = None) -> float:
     """Median microseconds of `call` after `before` and a flush of the L2, both outside the time.
 
-    The flush reads, as the layers before it do in a decoder: what a flush had written, `call` would write back.
+    The flush reads, as other layers do in a decoder: `call` would have to write back what a flush wrote.
     """
     flush = torch.ones(1 << 26, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
