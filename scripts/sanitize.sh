@@ -27,9 +27,12 @@ trap 'rm -rf "$logs"' EXIT
 run() { # name, tool, parts of kernel names, pytest arguments
   local log="$logs/$1.$2" only
   only=$(printf -- '--kernel-name kernel_substring=%s ' ${3//,/ })
-  eval timeout "${SECONDS_PER_CASE:-240}" compute-sanitizer --tool "$2" --error-exitcode 9 \
-    $only "$python" -m pytest -q -x -p no:cacheprovider "$4" >"$log" 2>&1
-  echo "$?" >"$log.code"
+  for _ in 1 2 3; do # the tool itself crashes now and then
+    eval timeout "${SECONDS_PER_CASE:-240}" compute-sanitizer --tool "$2" --error-exitcode 9 \
+      $only "$python" -m pytest -q -x -p no:cacheprovider "$4" >"$log" 2>&1
+    echo "$?" >"$log.code"
+    [ "$(cat "$log.code")" = 139 ] || break
+  done
 }
 for tool in memcheck racecheck; do
   while IFS='|' read -r name kernel tests; do
