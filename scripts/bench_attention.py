@@ -307,8 +307,11 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         if r["what"] == "decode" and r["bf16_us"]:
             point = (r["length"], r["bf16_us"] / r["int2_us"])
             lines.setdefault((r["shape"], r["batch"]), []).append(point)
+    styles = dict(zip(sorted({batch for _, batch in lines}), itertools.cycle((":", "--", "-"))))
+    colors = {name: f"C{i}" for i, name in enumerate(SHAPES)}
     for (name, batch), points in lines.items():
-        axis.plot(*zip(*sorted(points)), marker="o", label=f"{name}, B = {batch}")
+        look: Any = {"color": colors[name], "linestyle": styles[batch], "label": f"{name}, B = {batch}"}
+        axis.plot(*zip(*sorted(points)), marker="o", markersize=4, **look)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("sequence length")
     axis.set_ylabel("decode attention: BF16 time / INT2 time")
