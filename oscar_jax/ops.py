@@ -52,10 +52,7 @@ def append_token(
 def decode_attention(
     query: jax.Array, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> jax.Array:
-    """`attention.decode_attention` by the chosen implementation; float32 [B, N, D].
-
-    Of a query in another dtype the result is rounded to that dtype.
-    """
+    """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
     kernel = None
     if isinstance(cache, LayerCache):
         kernel = lambda: functools.partial(  # noqa: E731
@@ -75,10 +72,7 @@ def chunk_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D].
-
-    Of queries in another dtype the result is rounded to that dtype.
-    """
+    """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
     kernel = None
     if isinstance(cache, LayerCache):
         kernel = lambda: _mosaic("prefill_mosaic_gpu").chunk_attention  # noqa: E731

@@ -117,7 +117,7 @@ class AnyAttention:
     def __call__(
         self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
     ) -> tuple[jax.Array, Any]:
-        """Attention of one layer: float32 [B, T, N, D] and the cache with the rows appended."""
+        """Attention of one layer: rows [B, T, N, D] and the cache with the rows appended."""
         # Every method must read the same rows: those that a cache stores.
         key, value = round_to_bfloat16(key), round_to_bfloat16(value)
         if not isinstance(state, SimulatedCache):

@@ -103,8 +103,9 @@ def attend(
     """Attends with new tokens and stores them: the one call a decoder layer makes.
 
     query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
-    float32 [B, T, N, D] and the cache with the rows appended. One token is stored first and then attends to
-    all that is stored; a chunk attends to the cache as it was and, exactly, to itself.
+    rows [B, T, N, D] in the query's dtype, computed in float32, and the cache with the rows appended. One
+    token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
+    exactly, to itself.
     """
     options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
     if query.shape[1] == 1:

@@ -179,7 +179,7 @@ class OscarLayer(CacheLayerMixin):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
     ) -> Tensor:
-        """Stores new rows and attends with them: query [B, T, N, D], key, value [B, T, K, D] -> float32.
+        """Stores new rows and attends with them: query [B, T, N, D], key, value [B, T, K, D] -> like query.
 
         `real` bool [B, T] marks tokens among padding (None: all are tokens); padding yields zeros.
         """
@@ -231,7 +231,7 @@ class OscarLayer(CacheLayerMixin):
             order = torch.arange(columns, device=device).expand(batch, -1)
         else:  # columns of the tokens first, in their order
             order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        out = torch.zeros(query.shape, dtype=torch.float32, device=device)
+        out = torch.zeros_like(query)
         done = [0] * batch
         while done != counts:
             take = [
@@ -605,7 +605,7 @@ def oscar_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sink_logits=None if s_aux is None else s_aux.float(),
     )
-    return out.to(query.dtype), None
+    return out, None
 
 
 @torch.compiler.disable

@@ -66,10 +66,10 @@ def append_token(
 def decode_attention(
     query: Tensor, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
 ) -> Tensor:
-    """`attention.decode_attention` by the chosen implementation; float32 [B, N, D]."""
+    """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
     kernels = DECODE_ATTENTION if isinstance(cache, LayerCache) else {}
     choice = _choose(implementation, query, kernels, attention.decode_attention)
-    return choice(query, cache, rotation, **options)
+    return choice(query, cache, rotation, **options).to(query.dtype)
 
 
 def chunk_attention(
@@ -82,10 +82,10 @@ def chunk_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """`attention.chunk_attention` by the chosen implementation; float32 [B, T, N, D]."""
+    """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
     kernels = CHUNK_ATTENTION if isinstance(cache, LayerCache) else {}
     choice = _choose(implementation, query, kernels, attention.chunk_attention)
-    return choice(query, key, value, cache, rotation, **options)
+    return choice(query, key, value, cache, rotation, **options).to(query.dtype)
 
 
 def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, reference: Callable) -> Callable:

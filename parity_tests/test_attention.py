@@ -152,6 +152,27 @@ def test_attend(framework: Framework, tokens: int) -> None:
         assert_close(got[b, :count], expected)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_result_has_the_dtype_of_the_query(framework: Framework, dense: bool) -> None:
+    """A bf16 query gets the float32 result rounded once: of one token and of a chunk."""
+    case = Case(framework, dense=dense)
+    ops, cache = framework.module("ops"), case.cache
+    options = {"scale": SCALE, "implementation": framework.reference}
+    bits = oracle.to_bfloat16(queries(TOKENS, 2))
+    exact = oracle.from_bfloat16(bits).astype(np.float32)
+    query, key, value = (framework.bfloat16(rows, "cpu") for rows in (bits, *case.new))
+    got = ops.decode_attention(query[:, 0], cache.cache, cache.rotation, **options)
+    want = cache.decode_attention(exact[:, 0], scale=SCALE)
+    assert (framework.numpy(got) == oracle.to_bfloat16(want)).all()
+    new_lengths = framework.array(case.new_lengths, "cpu")
+    got = ops.chunk_attention(
+        query, key, value, cache.cache, cache.rotation, new_lengths=new_lengths, **options
+    )
+    want = cache.chunk_attention(exact, *case.new, new_lengths=case.new_lengths, scale=SCALE)
+    for b, count in enumerate(case.new_lengths):
+        assert (framework.numpy(got)[b, :count] == oracle.to_bfloat16(want[b, :count])).all()
+
+
 def test_large_scores_do_not_overflow(case: Case) -> None:
     """Scores in the thousands: the softmax is taken about its maximum, segment by segment."""
     query = queries(1, 1) * 300

@@ -300,6 +300,7 @@ def test_kernels_on_the_gpu_equal_the_reference_there(family, implementation):
         caches.append(make_cache(model, implementation=name))
         run = generate(model, ids, caches[-1], 70, attention_mask=mask, **forced)  # past a flush
         logits.append(torch.stack(run.logits))
+    # Attention may differ by 3e-3 (`test_triton.py`), logits are up to ten times as large as what it adds.
     torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.01)
     (first,), (second,) = (cache.layers for cache in caches)
     assert first.store.history_pages.tolist() == [0, 3]

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_cases import APPEND_LAYERS, BATCHES, LENGTHS, QUICK, SHAPES
 
 from oscar_jax import cache_format as fmt
 from oscar_jax import ops
@@ -33,24 +34,8 @@ from oscar_jax.config import CacheConfig
 from oscar_jax.layer_cache import LayerCache
 from oscar_jax.rotation import LayerRotation, hadamard_rotation
 
-SHAPES = {  # name -> key/value heads, query heads, head_dim
-    "qwen3-8b": (8, 32, 128),
-    "qwen3-32b": (8, 64, 128),
-    "llama3-8b": (8, 32, 128),
-    "gemma3-4b": (4, 8, 256),
-    "qwen2.5-0.5b": (2, 14, 64),
-}
 COLD_BYTES = 300 << 20  # several times any L2
-APPEND_LAYERS = 8
 PER_SEQUENCE = ("page_table", "window_table", "lengths", "history_pages")  # fields of a cache
-QUICK = (  # (shape, batch, length), the most telling first
-    ("qwen3-8b", 8, 102_400),
-    ("qwen3-8b", 1, 102_400),
-    ("qwen3-8b", 32, 32_768),
-    ("qwen3-32b", 8, 32_768),
-    ("gemma3-4b", 8, 32_768),
-    ("qwen2.5-0.5b", 8, 32_768),
-)
 INT2_KERNELS = {
     "mosaic_gpu": "oscar_jax.pallas.decode_mosaic_gpu",
     "xla": "oscar_jax.attention, compiled by XLA",
@@ -362,8 +347,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="all --shapes x --batches x --lengths")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 32768, 102400])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--write-pages", type=int, default=2048)
     parser.add_argument("--implementation", choices=ops.IMPLEMENTATIONS, default="mosaic_gpu")
     parser.add_argument("--baseline", choices=("cudnn", "xla"), default="cudnn")

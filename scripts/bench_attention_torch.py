@@ -1,6 +1,6 @@
 """INT2 attention and cache writing in Torch against the BF16 kernels and the floor of the memory, in one run.
 
-    python scripts/bench_attention_torch.py --out results            # the telling cases
+    python scripts/bench_attention_torch.py --out results            # the quick cases
     python scripts/bench_attention_torch.py --out results --full     # every model, batch and length
 
 One layer at a time. Every time is the median of CUDA-graph replays with a cold L2 (microseconds). The floor
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+from bench_cases import APPEND_LAYERS, BATCHES, LENGTHS, QUICK, SHAPES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -35,25 +36,8 @@ from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotation import LayerRotation
 from oscar_torch.triton_kernels import prefill_triton, quantize_gluon, quantize_triton
 
-MODELS = {  # name -> attention of one layer: key/value heads, query heads, head_dim
-    "qwen3-8b": CacheConfig(8, 32, 128),
-    "qwen3-32b": CacheConfig(8, 64, 128),
-    "llama3-8b": CacheConfig(8, 32, 128),
-    "gemma3-4b": CacheConfig(4, 8, 256),
-    "qwen2.5-0.5b": CacheConfig(2, 14, 64),
-}
-TELLING = (  # (model, batch, length)
-    ("qwen3-8b", 8, 102_400),
-    ("qwen3-8b", 1, 102_400),
-    ("qwen3-8b", 32, 32_768),
-    ("qwen3-32b", 8, 32_768),
-    ("gemma3-4b", 8, 32_768),
-    ("qwen2.5-0.5b", 8, 32_768),
-)
-BATCHES, LENGTHS = (1, 8, 32), (4096, 32_768, 102_400)
 TOLERANCE = 3e-3
 WRITERS = {"gluon": quantize_gluon, "triton": quantize_triton}
-APPEND_LAYERS = 8  # stored into by one graph, as in a decoder: they share its launch
 WRITE_BYTES = 1 << 30  # of BF16 keys and values
 BASELINES = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
@@ -96,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--full", action="store_true", help="all --models x --batches x --lengths")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--repetitions", type=int, default=30, help="replays of every measurement")
@@ -134,11 +118,11 @@ def main() -> None:
 def measure(options: argparse.Namespace, bandwidth: float, wrong: dict[str, str]) -> Iterator[list[Row]]:
     """The rows of one case after the other; `wrong` receives the kernels that may not be timed."""
     torch.manual_seed(0)
-    cases = itertools.product(options.models, options.batches, options.lengths) if options.full else TELLING
+    cases = itertools.product(options.models, options.batches, options.lengths) if options.full else QUICK
     benches: dict[str, Bench] = {}
     for model, batch, length in cases:
         if model not in benches:
-            config = MODELS[model]
+            config = CacheConfig(*SHAPES[model])
             bench = Bench(model, config, random_rotation(config), bandwidth, options.repetitions)
             benches[model] = bench
             for name in ("gluon", "triton"):
@@ -421,7 +405,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars of the decode times of the telling cases, with the floor of the INT2 cache as a line."""
+    """Bars of the decode times of the quick cases, with the floor of the INT2 cache as a line."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -430,7 +414,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     measured: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         case = (row["model"], row["batch"], row["length"])
-        if row["task"] == "decode" and case in TELLING:
+        if row["task"] == "decode" and case in QUICK:
             measured.setdefault(case, []).append(row)
     if not measured:
         return

@@ -441,10 +441,12 @@ def _index(x, axis: gl.constexpr):
 
 @gluon.jit
 def _store_page(
-    high, low, exponent, t_high, t_low, multiplier, codes_ptr, scale_ptr,
-    IS_KEY: gl.constexpr, D: gl.constexpr,
+    z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Steps 6 to 9 and packing of a page whose limbs are in registers."""
+    """Steps 3 to 9 and packing of `_centered` rows into page and head `slot` of the pool."""
+    codes_ptr += slot * (PAGE * D // CODES)
+    scale_ptr += slot * PAGE
+    high, low, exponent = _limbs(z, top, D)
     y = (_rotate(high, low, t_high, t_low, 0),)
     sums = _sum_rows(y[0])
     if D > COLUMNS:
@@ -545,11 +547,7 @@ def _bulk_role(
         slot = gl.cast(i, gl.int64) * K + head
         z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
         _copy_tile(rows_ptr + gl.cast(i + step, gl.int64) * stride_page, tile, i + step < num_pages)
-        high, low, exponent = _limbs(z, top, D)
-        _store_page(
-            high, low, exponent, t_high, t_low, multiplier, codes_ptr + slot * (PAGE * D // CODES),
-            scale_ptr + slot * PAGE, IS_KEY, D,
-        )  # fmt: skip
+        _store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
 
 
 @gluon.jit
@@ -594,11 +592,7 @@ def _flush_page(
     async_copy.commit_group()
     slot = gl.cast(target, gl.int64) * K + head
     z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
-    high, low, exponent = _limbs(z, top, D)
-    _store_page(
-        high, low, exponent, t_high, t_low, multiplier, codes_ptr + slot * (PAGE * D // CODES),
-        scale_ptr + slot * PAGE, IS_KEY, D,
-    )  # fmt: skip
+    _store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
 
 
 @gluon.jit
