@@ -68,8 +68,12 @@ def decode_attention(
 ) -> Tensor:
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
     kernels = DECODE_ATTENTION if isinstance(cache, LayerCache) else {}
-    choice = _choose(implementation, query, kernels, attention.decode_attention)
-    return choice(query, cache, rotation, **options).to(query.dtype)
+    choice = _choose(implementation, query, kernels, _decode_reference)
+    return choice(query, cache, rotation, dtype=query.dtype, **options)
+
+
+def _decode_reference(*arguments: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+    return attention.decode_attention(*arguments, **options).to(dtype)
 
 
 def chunk_attention(

@@ -372,7 +372,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ("gpu",),
             triton_pages("quantize_gluon"),
             lambda device: triton_interpreter.why_not() or _no_hopper_torch(),
-            head_dims=(64, 128),
+            head_dims=(64, 128, 256),
         ),
         Implementation(
             "triton-interpreted",

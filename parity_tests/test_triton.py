@@ -56,6 +56,7 @@ class TestInterpreted:
             ((600, 130), 1, 4, 64, {"sliding_window": 500}),
             ((600,), 2, 2, 64, {"sinks": True}),
             ((300, 130), 1, 2, 64, {"sink_tokens": 0, "recent_tokens": 64}),
+            ((300, 1, 449), 1, 2, 64, {"processors": 132}),  # more programs than there is work
         ],
     )
     def test_decode(
@@ -117,7 +118,7 @@ class TestCompiled:
             "the rings must be all: they are found by their address"
         )
         assert ptx.count("bar.sync") == 3, "at the start and around the merge; the compiler exchanges nothing"
-        assert ptx.count("cp.async.bulk.shared") == 5 * stages, "one page ahead, then one in the loop"
+        assert ptx.count("cp.async.bulk.shared") == 5 * (stages + 1), "the ring, then a page in the loop"
         words = head_dim // 8  # of keys, and as many of values, that a lane holds of one page
         assert ptx.count("and.b32") >= 2 * words * 4
         tiles = padded_group // 4  # of 8 columns, two for each head
@@ -169,6 +170,22 @@ class TestCompiled:
         assert len(re.findall(product, ptx)) == 2 * (head_dim // 64) * 4 * (head_dim // 32)
         assert "div" not in ptx.replace("divergent", "")
         assert quantize_gluon.PROGRAMS * (shared + 1024) <= 227 * 1024
+
+    def test_wide_gluon_quantizer_overlaps_pages(self) -> None:
+        """Products of half of the channels, both operands by address, before the loop and in it; all fits."""
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from oscar_torch.triton_kernels import quantize_gluon_wide
+
+        constants = {"FIRST_ROLE": 0, "K": 8}
+        kernel, options = quantize_gluon_wide._bulk_kernel, quantize_gluon_wide.OPTIONS
+        ptx, shared = compile_quantizer(GluonASTSource, kernel, constants, options)
+        # Steps of 32 of 128 channels: three portions go ahead of the first page, eight are those of a page.
+        product = r"wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 \{[^}]*\}, %rd\d+, %rd\d+"
+        assert len(re.findall(product, ptx)) == 2 * (3 + 8) * 4
+        assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2 * 2, "two waits leave a portion under way"
+        assert "div" not in ptx.replace("divergent", "")
+        assert shared <= 227 * 1024
 
 
 def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, int]:
@@ -314,6 +331,7 @@ SHAPES = [
     ((2000,), 1, 12, 128),
     ((2000,), 2, 16, 64),
     ((2000, 7), 1, 7, 256),
+    (tuple(500 + 37 * n for n in range(33)), 2, 4, 128),
 ]
 
 
@@ -363,7 +381,7 @@ class TestOnGpu:
             assert pair_differences(rotation(2, head_dim), 50, "gpu", bits) == []
 
     @pytest.mark.hopper
-    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_page_pair_gluon(self, head_dim: int) -> None:
         """One page, fewer pages than programs, and more."""
         for pages, bits in ((1, False), (50, False), (50, True), (300, True)):

@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import types
+import unittest.mock as mock
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,19 +110,23 @@ def attention_errors(
     device: str = "cpu",
     sliding_window: int | None = None,
     sinks: bool = False,
+    processors: int | None = None,
     **settings: Any,
 ) -> tuple[float, bool]:
     """(largest relative error of a query against the reference, all finite) of one attention kernel.
 
     kernel: "decode_triton", "decode_gluon" or "prefill_triton" (a chunk of `tokens`). Runs wherever Triton
-    runs: interpreted in the child, compiled on a GPU.
+    runs: interpreted in the child, compiled on a GPU. A decode kernel is tried with one last launch and with
+    two, each rounding to bfloat16 too; `processors`: as many as it is to believe in.
     """
     import importlib
 
     import torch
 
     from oscar_torch import attention
+    from oscar_torch.triton_kernels import decode_triton
 
+    machine: dict[str, Any] = {} if processors is None else {"_processors": lambda device: processors}
     cache, layer_rotation, rng = make_case(
         rotation, lengths, max(lengths) + tokens, group, device, **settings
     )
@@ -138,7 +143,18 @@ def attention_errors(
     if tokens == 0:
         query = normal(batch, heads * group, head_dim)
         want = attention.decode_attention(query, cache.cache, layer_rotation, **options)
-        got = module.decode_attention(query, cache.cache, layer_rotation, **options)
+        got = []
+        for rows in (0, 1 << 20):
+            with mock.patch.multiple(decode_triton, ROWS_OF_ONE_MERGE=rows, **machine):
+                got.append(module.decode_attention(query, cache.cache, layer_rotation, **options))
+                options["dtype"] = torch.bfloat16
+                rounded = module.decode_attention(query, cache.cache, layer_rotation, **options)
+                del options["dtype"]
+            if device == "gpu":
+                assert torch.equal(rounded, got[-1].bfloat16()), "rounded otherwise than by Torch"
+            else:  # the interpreter cuts off
+                assert torch.equal(rounded, (got[-1].view(torch.int32) >> 16 << 16).view(torch.float32))
+        got, want = torch.cat(got), torch.cat([want, want])
     else:
         query = normal(batch, tokens, heads * group, head_dim)
         key, value = (normal(batch, tokens, heads, head_dim).bfloat16() for _ in range(2))

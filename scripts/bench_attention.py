@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_cases import APPEND_LAYERS, BATCHES, LENGTHS, QUICK, SHAPES
+from bench_cases import BATCHES, LAYERS, LENGTHS, QUICK, SHAPES
 
 from oscar_jax import cache_format as fmt
 from oscar_jax import ops
@@ -198,7 +198,7 @@ def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str
             lengths=jnp.asarray(lengths, jnp.int32),
             history_pages=jnp.asarray(history, jnp.int32),
         )
-        for layer in range(APPEND_LAYERS)
+        for layer in range(LAYERS)
     ]
     rows = jax.random.normal(jax.random.key(1), (batch, 1, heads, head_dim), jnp.bfloat16)
     new = jnp.ones(batch, jnp.int32)
@@ -215,7 +215,7 @@ def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str
         "what": "append",
         "shape": name,
         "batch": batch,
-        "int2_us": (steps(2) - steps(1)) / (fmt.PAGE_TOKENS * APPEND_LAYERS),
+        "int2_us": (steps(2) - steps(1)) / (fmt.PAGE_TOKENS * LAYERS),
     }
 
 

@@ -17,4 +17,4 @@ QUICK = (  # (shape, batch, length), the most telling first
     ("gemma3-4b", 8, 32_768),
     ("qwen2.5-0.5b", 8, 32_768),
 )
-APPEND_LAYERS = 8  # stored into together, as in a decoder: they share what a launch or a loop costs by itself
+LAYERS = 8  # that run one after the other, as in a decoder: they share what a graph or a loop costs by itself

@@ -1,13 +1,12 @@
 """One-token attention on Hopper, in Gluon: rings of pages in shared memory, codes in registers.
 
-Four launches, no host wait. Each may start while the one before it is at work (programmatic dependent
-launch) and waits for what it needs:
+Three launches or four, no host wait. Each but the first may start while the one before it is at work
+(programmatic dependent launch) and waits for what it needs:
 
 1. `decode_triton.rotate`: rotates the queries.
 2. `_stage_kernel`: flash attention over equal pieces of all pages, INT2 and BF16 (`DecodePlan`). It asks for
    its first pages and reads its BF16 pages before it waits for the queries.
-3. `_merge_kernel`: merges the partial results.
-4. `decode_triton.rotate`: back to the original basis with what came from INT2 pages; adds the rest.
+3. `decode_triton.merge`: merges the partial results and rotates back; two launches where queries are many.
 
 Inside the stage every warp is a flash decoder of its own: it copies its share of the pages in bulk to a
 private ring (one barrier per stage), keeps an online softmax in registers, and meets the other warps of its
@@ -32,12 +31,10 @@ allocates shared memory once, so it lies where `global_smem` points.
 """
 
 import ctypes
-import dataclasses
 import functools
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -62,6 +59,11 @@ WHOLE = gl.constexpr(2.0**23 + 128.0)
 
 AND_03 = gl.constexpr("and.b32 $0, $1, 0x03030303;")
 AND_0C = gl.constexpr("and.b32 $0, $1, 0x0C0C0C0C;")
+SIGNED = gl.constexpr(1.5 * 2.0**23)  # likewise where numbers may be negative
+
+LIMB_BYTES = gl.constexpr(
+    "{ .reg .b32 x, y; prmt.b32 x, $1, $2, $5; prmt.b32 y, $3, $4, $5; prmt.b32 $0, x, y, 0x5410; }"
+)
 FRACTION_BYTES = gl.constexpr("{ .reg .b32 x; prmt.b32 x, $1, $2, 0x4051; xor.b32 $0, x, 0x80800000; }")
 RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -111,40 +113,20 @@ HALVES_LEFT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(0, MMA.value, 2
 HALVES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 2)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How one head_dim runs: blocks per multiprocessor, pages in a ring, work of one BF16 page.
-
-    blocks: for up to 4 query heads per key/value head; more heads need the registers of two. window_pages: in
-    INT2 pages.
-    """
-
-    blocks: int
-    stages: int
-    window_pages: int = 12
-
-    def resident(self, padded_group: int) -> int:
-        """Blocks per multiprocessor for 4, 8 or 16 heads."""
-        return self.blocks if padded_group == 4 else min(2, self.blocks)
-
-    def ring_stages(self, padded_group: int) -> int:
-        """Pages in a ring: fewer blocks have more memory each."""
-        return self.stages * self.blocks // self.resident(padded_group)
-
-    def registers(self, padded_group: int) -> int:
-        """Registers per thread that so many blocks leave each other."""
-        return min(255, 65536 // (32 * WARPS.value * self.resident(padded_group)))
+# Blocks per multiprocessor for up to 4, 8 and 16 query heads per key/value head: what registers allow, less
+# one for 4 heads of 128 channels. Microseconds in all on an H200, 8 key/value heads, at batch 8 and 1 with
+# 102400 tokens and at batch 32 with 32768: 119.6, 23.8, 170.8; four blocks take 1 more, as much, 1 more.
+# Not compared: 16 heads, and 4 heads of 64 channels.
+BLOCKS = {64: (4, 3, 2), 128: (3, 2, 2), 256: (2, 2, 2)}
+# Three pages to a ring took 126.0, 28.3, 179.9 (an earlier version: 120.6, 27.7, 169.4 with two). Loading is
+# the limit, and more of it at a time does not make memory faster.
+RING_PAGES = 2
+WINDOW_PAGES = 8  # the work of one BF16 page in INT2 pages; 6 to 12 differ by 1 %
 
 
-# Only 128 was compared, on an H200 with 8 key/value heads of 4 query heads each: microseconds in all, L2 cold
-# and dirty, at batch 8 and 1 with 102 400 tokens and at batch 32 with 32 768: 136.9, 35.7, 181.8. A BF16 page
-# taken as 8 INT2 pages: 138.5, 35.6, 180.6; two blocks of 8 warps: 141.2, 35.5, 182.8. Rings of 3 pages take
-# 0.5 to 10 more: the loads alone take nearly as long, and more of them at a time do not make memory faster.
-TUNING = {
-    64: Tuning(blocks=4, stages=3),
-    128: Tuning(blocks=4, stages=2),
-    256: Tuning(blocks=2, stages=2),
-}
+def _blocks(head_dim: int, padded_group: int) -> int:
+    """Blocks per multiprocessor for 4, 8 or 16 heads."""
+    return BLOCKS[head_dim][padded_group.bit_length() - 3]
 
 
 # ------------------------------------------------------------------------------------------ layouts
@@ -231,6 +213,14 @@ def _limb_layout(padded_group: int, words: int):
 
 
 @gluon.constexpr_function
+def _limb_byte_layout(padded_group: int, words: int):
+    """`_limb_layout` with the last two axes exchanged: [2 GP, 4 c, words, 4 parts, 4 bytes]."""
+    registers = [*_bits(4, 4), *_bits(3, 4), *_bits(2, words)]
+    registers += [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
+    return _linear([2 * padded_group, 4, words, 4, 4], registers, _lanes(0, 1))
+
+
+@gluon.constexpr_function
 def _window_key_layout(head_dim: int):
     """[16 tokens, D / 32, 4 c, 8]: lane (g, c) holds 8 neighbouring channels of tokens g and g + 8."""
     blocks = _bits(1, head_dim // 32)
@@ -291,14 +281,18 @@ def shared_bytes(head_dim: int, stages: int) -> int:
 
 @gluon.constexpr_function
 def _fetch_assembly(head_dim: int) -> str:
-    """Elected lane: five bulk copies of one head's page, whose bytes the stage's barrier counts."""
+    """Elected lane: five bulk copies of one head's page, whose bytes the stage's barrier counts.
+
+    A step reads every page once: so they leave the L2 first (H200, batch 8: 4 of 129 us).
+    """
     sizes = [16 * head_dim, 16 * head_dim, 2 * head_dim, 128, 128]
     lines = ["{ .reg .pred p;", "bar.warp.sync 0xffffffff;", "elect.sync _|p, 0xffffffff;"]
-    lines += ["setp.ne.and.b32 p, $8, 0, p;", "@!p bra done;"]
+    lines += ["setp.ne.and.b32 p, $8, 0, p;", "@!p bra done;", ".reg .b64 policy;"]
+    lines += ["createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"]
     lines += [f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$7], {sum(sizes)};"]
-    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
     for n, size in enumerate(sizes):
-        lines.append(f"{copy} [$6 + {sum(sizes[:n])}], [${n + 1}], {size}, [$7];")
+        lines.append(f"{copy} [$6 + {sum(sizes[:n])}], [${n + 1}], {size}, [$7], policy;")
     return "\n".join([*lines, "done:", "mov.b32 $0, 0; }"])
 
 
@@ -507,11 +501,19 @@ def _fixed_query(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr
     for axis in gl.static_range(1, 5):
         steps = gl.expand_dims(steps, axis)
     weight = gl.where((part & 1) == 1, 4, 1)
-    fixed = gl.floor(x * steps / weight.to(gl.float32) + 0.5).to(gl.int32)
+    # Of the low bits of a sum with SIGNED the first byte is the low one; with 128 more, the second the high.
+    start = gl.where((n & 1) == 1, SIGNED, SIGNED + 128.0)
+    fixed = (x * (steps / weight.to(gl.float32)) + start).to(gl.int32, bitcast=True)
     total = gl.sum((fixed * weight).reshape([2 * GP, D]), 1)
-    high = (fixed + 128) >> 8
-    limb = gl.where((n & 1) == 1, fixed - (high << 8), high).to(gl.int8)
-    limb = limb.permute((4, 2, 1, 3, 0)).reshape([D, 2 * GP])
+    bias = (start.to(gl.int32, bitcast=True) * (5 * D // 2)).reshape([2 * GP])  # half the weights are 4
+    total -= gl.convert_layout(bias, total.type.layout)
+    fixed = gl.convert_layout(fixed.permute((0, 1, 2, 4, 3)), _limb_byte_layout(GP, words))
+    selector = _iota(_limb_byte_layout(GP, words), 5, 0, 2 * GP)
+    selector = gl.where((selector & 1) == 1, 0x40, 0x51).broadcast_to(fixed.shape)
+    limb = gl.inline_asm_elementwise(
+        LIMB_BYTES, "=r,r,r,r,r,r,r,r,r", [fixed, selector], dtype=gl.int8, is_pure=True, pack=4
+    )
+    limb = limb.permute((3, 2, 1, 4, 0)).reshape([D, 2 * GP])
     return gl.convert_layout(limb, BYTES_RIGHT, assert_trivial=True), top, total
 
 
@@ -594,8 +596,7 @@ def _history_part(
     mean_place = 32 * D + 64 * _iota(mean_layout, 4, 1, D // 32) + 0 * _iota(mean_layout, 4, 3, 8)
     scale_lane = 16 * gl.arange(0, 8, layout=_scale_layout())
 
-    # Right operands: the rotated query as bytes, the plain one in bf16, a head in two columns.
-    limbs, top, query_sum = _fixed_query(rotated_ptr, G, GP, D)
+    # Right operands: the query in bf16, a head in two columns, and the rotated one as bytes.
     n = gl.arange(0, 2 * GP, layout=gl.SliceLayout(0, HALVES_RIGHT))[None, :]
     k = gl.arange(0, D // 2, layout=gl.SliceLayout(1, HALVES_RIGHT))[:, None]
     channel = 32 * (k >> 4) + 8 * ((k >> 1) & 3) + 4 * ((k >> 3) & 1) + 2 * (n & 1) + (k & 1)
@@ -603,6 +604,15 @@ def _history_part(
     coarse = q.to(gl.bfloat16)
     if not EXACT_QUERY:
         rest = (q.to(gl.float32) - coarse.to(gl.float32)).to(gl.bfloat16)
+    gdc_wait()
+    # The last page of the ring waits with the query, whose rotation would else stand in line behind it.
+    write = gl.where(slot + AHEAD >= STAGES, slot + AHEAD - STAGES, slot + AHEAD)
+    _fetch(
+        key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr, following.to(gl.int64) * K,
+        ring + write * STAGE_BYTES, barriers + 8 * write, low + AHEAD < high, D,
+    )  # fmt: skip
+    following = gl.load(table_ptr + low + STAGES, mask=low + STAGES < high, other=0)
+    limbs, top, query_sum = _fixed_query(rotated_ptr, G, GP, D)
 
     # Per head: what the grid's offset of 1.5 adds to the integer sums, and units.
     like = _whole(gl.full([64, 2 * GP], 0, gl.int32, ACC), 64, GP).reshape([8, 8, GP])
@@ -622,7 +632,6 @@ def _history_part(
     weight_sum = gl.full([8, GP], 0.0, gl.float32, layout=statistics)
     acc = _whole(gl.full([D, 2 * GP], 0, gl.int32, ACC), D, GP).to(gl.float32)
     column_layout: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    write = gl.where(slot + AHEAD >= STAGES, slot + AHEAD - STAGES, slot + AHEAD)
 
     for page in range(low, high):
         stage = ring + slot * STAGE_BYTES
@@ -634,7 +643,7 @@ def _history_part(
         _fetch(
             key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
             following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
-            page + AHEAD < high, D,
+            (page > low) & (page + AHEAD < high), D,
         )  # fmt: skip
         following = gl.load(table_ptr + page + (AHEAD + 1), mask=page + (AHEAD + 1) < high, other=0)
 
@@ -854,6 +863,14 @@ def _first_page(oldest, history, SINK_PAGES: gl.constexpr):
     return gl.minimum(gl.maximum(oldest // PAGE - SINK_PAGES, 0), history)
 
 
+@gluon.jit
+def _piece_start(piece, total, pieces):
+    """Where a piece of the line of work begins, as in `decode_triton`."""
+    pieces = gl.minimum(pieces, total)
+    piece = gl.minimum(piece, pieces)
+    return piece * (total // pieces) + piece * (total % pieces) // pieces
+
+
 @gluon.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_table"])
 def _stage_kernel(
     query_ptr, rotated_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr,
@@ -869,7 +886,6 @@ def _stage_kernel(
     SLOTS: gl.constexpr = SINK_PAGES + RECENT_SLOTS
     STAGE_BYTES: gl.constexpr = _stage_bytes(D)
     RING: gl.constexpr = ring_bytes(D, STAGES)
-    AHEAD: gl.constexpr = STAGES - 1
     gdc_launch_dependents()
     memory = gl.allocate_shared_memory(
         gl.int32, [shared_bytes(D, STAGES) // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -894,11 +910,9 @@ def _stage_kernel(
         load -= _first_page(gl.maximum(lengths - sliding_window, 0), load, SINK_PAGES)
     load = gl.where(index < batch, load + WINDOW, 0)
     total = gl.sum(load, 0)
-    chunk = (total + pieces - 1) // pieces
     head = gl.program_id(0) % K
-    piece = gl.program_id(0) // K
-    x = piece * chunk
-    end = gl.minimum(x + chunk, total)
+    x = _piece_start(gl.program_id(0) // K, total, pieces)
+    end = _piece_start(gl.program_id(0) // K + 1, total, pieces)
     earlier = gl.associative_scan(load, 0, _add) <= x
     b = gl.sum(earlier.to(gl.int32), 0)
     start = gl.sum(gl.where(earlier, load, 0), 0)
@@ -924,7 +938,7 @@ def _stage_kernel(
         table = page_table_ptr + b * stride_table
         following = gl.load(table + page_low, mask=page_low < page_high, other=0)
         write = slot
-        for n in gl.static_range(AHEAD):
+        for n in gl.static_range(STAGES - 1):
             _fetch(
                 key_codes, value_codes, mean, key_scale, value_scale, following.to(gl.int64) * K,
                 ring + write * STAGE_BYTES, barriers + 8 * write, page_low + n < page_high, D,
@@ -948,7 +962,6 @@ def _stage_kernel(
                 length, history, oldest, softmax_scale, window_page, head, row * SLOTS + window_page, o_ptr,
                 lse_ptr, K, G, GP, D, SINK_PAGES, RECENT_SLOTS, EXACT_QUERY,
             )  # fmt: skip
-        gdc_wait()
         slot, parity = _history_part(
             rotated_ptr + row * G * D, query_ptr + row * G * D, key_codes, value_codes, mean, key_scale,
             value_scale, table, page_low, page_high, oldest, softmax_scale, ring, barriers, slot, parity,
@@ -963,69 +976,6 @@ def _stage_kernel(
         start = row_end
         b += 1
     memory._keep_alive()
-
-
-@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces"])
-def _merge_kernel(
-    o_ptr, lse_ptr, history_pages_ptr, lengths_ptr, sliding_window, batch, pieces, sink_ptr, history_ptr,
-    weight_ptr, window_ptr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SINK_PAGES: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr, BATCH_P: tl.constexpr,
-    PIECES_P: tl.constexpr, STEP: tl.constexpr, SINK_LOGITS: tl.constexpr,
-):  # fmt: skip
-    """Grid (B * K * G): merges one query head's partial results.
-
-    Writes the part of the history, still in the rotated basis, its share of the softmax, and the part of the
-    BF16 pages. All loads start before anything waits for one: the time of this kernel is latency.
-    """
-    gdc_launch_dependents()
-    row = tl.program_id(0) // G
-    g = tl.program_id(0) % G
-    # What the stage does not write can be read before it ends.
-    first, count = plain.pieces_of(
-        row // K, history_pages_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS,
-        WINDOW_PAGES, SLIDING, BATCH_P,
-    )  # fmt: skip
-    if SINK_LOGITS:
-        sink = tl.load(sink_ptr + row % K * G + g).to(tl.float32) * LOG2_E
-    gdc_wait()
-    channels = tl.arange(0, D)
-    slot = tl.arange(0, SLOTS_P)
-    slot_row = (row * SLOTS + slot) * G + g
-    window = _partials(o_ptr, slot_row, slot < SLOTS, D)
-    piece = tl.arange(0, STEP)
-    piece_row = (batch * K * SLOTS + row + first * K) * G + g
-    o = _partials(o_ptr, piece_row + piece * (K * G), piece < count, D)
-    slot_lse = tl.load(lse_ptr + slot_row, mask=slot < SLOTS, other=-float("inf"))
-    every = tl.arange(0, PIECES_P)
-    lse = tl.load(lse_ptr + piece_row + every * (K * G), mask=every < count, other=-float("inf"))
-    o_lse = tl.load(lse_ptr + piece_row + piece * (K * G), mask=piece < count, other=-float("inf"))
-    top = tl.maximum(tl.max(lse, 0), tl.max(slot_lse, 0))
-    if SINK_LOGITS:
-        top = tl.maximum(top, sink)
-    top = tl.where(top > -float("inf"), top, 0.0)
-    weight = tl.sum(tl.exp2(lse - top), 0)
-    slot_weight = tl.exp2(slot_lse - top)
-    total = weight + tl.sum(slot_weight, 0)
-    if SINK_LOGITS:
-        total += tl.exp2(sink - top)
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    acc = o * tl.exp2(o_lse - top)[:, None]
-    for low in tl.range(STEP, count, STEP, num_stages=1):
-        rows = piece_row + (low + piece) * (K * G)
-        o = _partials(o_ptr, rows, low + piece < count, D)
-        o_lse = tl.load(lse_ptr + rows, mask=low + piece < count, other=-float("inf"))
-        acc += o * tl.exp2(o_lse - top)[:, None]
-    tl.store(history_ptr + tl.program_id(0) * D + channels, tl.sum(acc, 0) * inverse)
-    tl.store(weight_ptr + tl.program_id(0), weight * inverse)
-    tl.store(window_ptr + tl.program_id(0) * D + channels, tl.sum(window * slot_weight[:, None], 0) * inverse)
-
-
-@triton.jit
-def _partials(o_ptr, rows, exist, D: tl.constexpr):
-    """Partial results float32 [rows, D]."""
-    place = rows.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(o_ptr + place, mask=exist[:, None], other=0.0)
 
 
 # ------------------------------------------------------------------------------------------ launches
@@ -1056,11 +1006,12 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
-    query [B, N, D] -> float32 [B, N, D]; `scale` multiplies the scores (usually D**-0.5). A sliding window of
-    w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
+    query [B, N, D] -> [B, N, D] of `dtype`; `scale` multiplies the scores (usually D**-0.5). A sliding window
+    of w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
     sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device other than Hopper,
     head_dim other than 64, 128, 256, more than 16 query heads per key/value head) before anything is
     allocated. CUDA-graph capturable.
@@ -1068,19 +1019,19 @@ def decode_attention(
     check_device(query, capability=HOPPER)
     if query.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
-    tuning = TUNING[query.shape[-1]]
     group = plain.query_group(query, cache)
     padded_group = max(4, triton.next_power_of_2(group))
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     heads, batch = query.shape[1] // group, query.shape[0]
-    pieces = tuning.resident(padded_group) * processors // heads
+    blocks = _blocks(query.shape[-1], padded_group)
+    pieces = blocks * processors // heads
     # A piece that goes over the end of a sequence starts and ends twice. Where sequences have one length none
     # does if there are as many pieces for each; but not at the price of too many idle multiprocessors.
     aligned = pieces // batch * batch
     if 16 * aligned >= 15 * pieces:
         pieces = aligned
     plan = plain.plan_decode(
-        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=tuning.window_pages
+        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=WINDOW_PAGES
     )
     plain.check_sinks(plan, sink_logits)
     query = query.contiguous()
@@ -1096,40 +1047,12 @@ def decode_attention(
         plan.batch, plan.pieces, o, lse,
         K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, SINK_PAGES=plan.sink_pages,
         RECENT_SLOTS=plan.recent_slots, WINDOW_PAGES=plan.window_pages, SLIDING=sliding_window is not None,
-        BATCH_P=plan.padded_batch, STAGES=tuning.ring_stages(padded_group),
+        BATCH_P=plan.padded_batch, STAGES=RING_PAGES,
         EXACT_QUERY=query.dtype == torch.bfloat16, num_warps=WARPS.value,
-        maxnreg=tuning.registers(padded_group), launch_pdl=True,
+        maxnreg=min(255, 65536 // (32 * WARPS.value * blocks)), launch_pdl=True,
     )  # fmt: skip
     _reserve_shared_memory(kernel)
-    return _merge(plan, o, lse, cache, rotation, sink_logits)
-
-
-def _merge(
-    plan: plain.DecodePlan,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cache,
-    rotation,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    """Launches the merge and the rotation back -> float32 [B, N, D]."""
-    shape = (plan.batch, plan.heads * plan.group)
-    history, window = torch.empty((2, *shape, plan.head_dim), device=o.device)
-    weight = torch.empty(shape, device=o.device)
-    step = min(triton.next_power_of_2(plan.pieces // plan.batch + 1), 8192 // plan.head_dim)
-    kernel = _merge_kernel[(shape[0] * shape[1],)](
-        o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
-        lse if sink_logits is None else sink_logits, history, weight, window,
-        K=plan.heads, G=plan.group, D=plan.head_dim, SINK_PAGES=plan.sink_pages, SLOTS=plan.slots,
-        SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
-        SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
-        PIECES_P=triton.next_power_of_2(plan.pieces + 1), STEP=step, SINK_LOGITS=sink_logits is not None,
-        num_warps=max(1, step * plan.head_dim // 2048), launch_pdl=True,
-    )  # fmt: skip
-    _reserve_shared_memory(kernel)
-    out, kernel = plain.rotate(
-        plan, history, rotation.output_transform, (window, weight, rotation.value_mean), EARLY=True,
-        launch_pdl=True,
-    )  # fmt: skip
-    _reserve_shared_memory(kernel)
+    out, kernels = plain.merge(plan, o, lse, cache, rotation, sink_logits, dtype, EARLY=True, launch_pdl=True)
+    for kernel in kernels:
+        _reserve_shared_memory(kernel)
     return out

@@ -1,4 +1,4 @@
-"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: three launches, no host wait.
+"""One-token attention over a mixed INT2 / BF16 cache in plain Triton: a few launches, no host wait.
 
 Why: the history is never dequantized to memory. Codes become fp16 subnormals (code * 2**-24) by masks alone;
 the query is rotated instead of the keys, the output instead of the values.
@@ -6,7 +6,8 @@ the query is rotated instead of the keys, the output instead of the values.
 1. `_rotate_kernel`: rotates the query.
 2. `_stage_kernel`: flash attention over equal pieces of all pages, INT2 and BF16 (`DecodePlan`). Partials: o
    float32 [partials, G, D], log2-sum-exp [partials, G]. `decode_gluon.py` has its own for Hopper.
-3. `_merge_kernel`: merges the partials, adds value mean and sink logits, applies the output transform.
+3. `_merge_kernel`: merges the partials with sink logits, rotates back, adds value mean and BF16 pages. Many
+   queries are rotated back by `_rotate_kernel`.
 
 Scores are in log2 units everywhere. Runs in Triton's CPU interpreter. Format page, section 5.
 """
@@ -29,6 +30,9 @@ PAGES_PER_BLOCK = tl.constexpr(16)  # page means that one product with the query
 CODE_UNIT = tl.constexpr(2.0**24)  # a code read as an fp16 subnormal is code * 2**-24
 MAX_GROUP = 16
 LOG2_E = math.log2(math.e)
+# Query heads of a batch up to which one launch merges and rotates back: it reads the transform once for each
+# of them. Two launches take 2 us more at 256 on an H200 (Gluon), 6 less at 1024.
+ROWS_OF_ONE_MERGE = 256
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -63,18 +67,40 @@ def _widen(raw):
 
 
 @triton.jit
+def _coarse(x):
+    """float32 without the bits that TF32 lacks."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dot_exact(a, b, acc):
     """acc + a @ b for b that is exact in TF32 (bf16 is); a is split into two TF32."""
-    coarse = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    coarse = _coarse(a)
     acc = tl.dot(a - coarse, b, acc=acc, input_precision="tf32")
     return tl.dot(coarse, b, acc=acc, input_precision="tf32")
+
+
+@triton.jit
+def _add_product(out, rows, matrix, EXACT_ROWS: tl.constexpr):
+    """out + rows @ matrix to 22 bits: TF32 products of two parts each. They do not wait for each other.
+
+    EXACT_ROWS: TF32 holds the rows (bf16).
+    """
+    zero = tl.zeros(out.shape, tl.float32)
+    coarse = _coarse(matrix)
+    rest = tl.dot(rows, matrix - coarse, acc=zero, input_precision="tf32")
+    if not EXACT_ROWS:
+        whole = rows
+        rows = _coarse(whole)
+        rest += tl.dot(whole - rows, coarse, acc=zero, input_precision="tf32")
+    return tl.dot(rows, coarse, acc=out, input_precision="tf32") + rest
 
 
 @triton.jit(do_not_specialize=["batch", "stride_rotation"])
 def _rotate_kernel(
     rows_ptr, matrix_ptr, stride_rotation, added_ptr, weight_ptr, mean_ptr, out_ptr, batch,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, EXACT_ROWS: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(D / COLUMNS), ceil(B * G / ROWS), K): out = rows @ matrix; BACK: + added + weight * mean.
 
@@ -104,7 +130,7 @@ def _rotate_kernel(
             out += weight[:, None] * _widen(mean)[None, :]
         mask = (n < batch * G)[:, None] & (c < D)[None, :]
         part = tl.load(rows_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        out = tl.dot(part, matrix, acc=out, input_precision="tf32x3")
+        out = _add_product(out, part, matrix, EXACT_ROWS)
     tl.store(out_ptr + place, out, mask=inside)
 
 
@@ -129,6 +155,20 @@ def _pages_to_read(
 
 
 @triton.jit
+def _piece_start(piece, total, pieces):
+    """Where a piece begins: piece * total / pieces, rounded down. Of little work there are fewer pieces."""
+    pieces = tl.minimum(pieces, total)
+    piece = tl.minimum(piece, pieces)
+    return piece * (total // pieces) + piece * (total % pieces) // pieces
+
+
+@triton.jit
+def _piece_at(place, total, pieces):
+    """The piece that holds a place on the line of work."""
+    return (((place.to(tl.int64) + 1) * tl.minimum(pieces, total) - 1) // total).to(tl.int32)
+
+
+@triton.jit
 def pieces_of(
     b, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES: tl.constexpr,
     SLOTS: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr, BATCH_P: tl.constexpr,
@@ -138,11 +178,11 @@ def pieces_of(
     load = _pages_to_read(
         history_ptr, lengths_ptr, sliding_window, batch, SINK_PAGES, SLOTS * WINDOW_PAGES, SLIDING, BATCH_P
     )
-    chunk = (tl.sum(load, 0) + pieces - 1) // pieces
+    total = tl.sum(load, 0)
     own = tl.sum(tl.where(sequence == b, load, 0), 0)
     start = tl.sum(tl.where(sequence < b, load, 0), 0)
-    first = start // chunk
-    return first, (start + own - 1) // chunk - first + 1
+    first = _piece_at(start, total, pieces)
+    return first, _piece_at(start + own - 1, total, pieces) - first + 1
 
 
 @triton.constexpr_function
@@ -215,7 +255,7 @@ def _prepare_pages(
             if EXACT_QUERY:
                 scores = tl.dot(mean, q, acc=scores, input_precision="tf32")
             else:
-                coarse = (q.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                coarse = _coarse(q)
                 scores = tl.dot(mean, coarse, acc=scores, input_precision="tf32")
                 scores = tl.dot(mean, q - coarse, acc=scores, input_precision="tf32")
         tl.store(
@@ -409,10 +449,9 @@ def _stage_kernel(
         history_ptr, lengths_ptr, sliding_window, batch, SINK_PAGES, WINDOW, SLIDING, BATCH_P
     )
     total = tl.sum(load, 0)
-    chunk = (total + pieces - 1) // pieces
     head = program % K
-    x = program // K * chunk
-    end = tl.minimum(x + chunk, total)
+    x = _piece_start(program // K, total, pieces)
+    end = _piece_start(program // K + 1, total, pieces)
     earlier = tl.cumsum(load, 0) <= x
     b = tl.sum(earlier.to(tl.int32), 0)
     start = tl.sum(tl.where(earlier, load, 0), 0)
@@ -457,86 +496,87 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_rotation"])
 def _merge_kernel(
-    o_ptr, lse_ptr, history_ptr, lengths_ptr, sliding_window, batch, pieces,
-    transform_ptr, value_mean_ptr, stride_rotation, sink_ptr, out_ptr,
-    K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SINK_PAGES: tl.constexpr, SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr,
-    SLIDING: tl.constexpr, BATCH_P: tl.constexpr, PIECES_P: tl.constexpr, STEP: tl.constexpr,
-    COLUMNS: tl.constexpr, SINK_LOGITS: tl.constexpr,
+    o_ptr, lse_ptr, history_ptr, lengths_ptr, sliding_window, batch, pieces, transform_ptr, value_mean_ptr,
+    stride_rotation, sink_ptr, out_ptr, weight_ptr, window_ptr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINK_PAGES: tl.constexpr,
+    SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr,
+    BATCH_P: tl.constexpr, PIECES_P: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+    SINK_LOGITS: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (D / COLUMNS, B * K * G / ROWS): some channels of ROWS query heads of one key/value head.
+    """Grid (DP / COLUMNS, B * K * G): merges the partial results of one query head.
 
-    All loads start before anything waits for one: the time of this kernel is latency.
+    ROTATE: writes some channels of the output. Else all channels of what the output is made of: the part of
+    the history, still in the rotated basis, its share of the softmax, and the part of the BF16 pages. All
+    loads start before anything waits for one: the time of this kernel is latency. EARLY: it may start before
+    stage 1 has ended, and the next kernel before it has (Hopper).
     """
-    TILES: tl.constexpr = (G + ROWS - 1) // ROWS
-    row = tl.program_id(1) // TILES
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(1) // G
+    g = tl.program_id(1) % G
     head = row % K
-    b = row // K
-    g = tl.program_id(1) % TILES * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, DP)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # What stage 1 does not write can be read before it ends.
     first, count = pieces_of(
-        b, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS, WINDOW_PAGES, SLIDING,
-        BATCH_P,
+        row // K, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS, WINDOW_PAGES,
+        SLIDING, BATCH_P,
     )  # fmt: skip
-    inside = (channels < D)[:, None] & (columns < D)[None, :]
-    offset = head * stride_rotation * D * D + channels[:, None] * D + columns[None, :]
-    transform = tl.load(transform_ptr + offset, mask=inside, other=0.0)
-    mean = _widen(tl.load(value_mean_ptr + head * stride_rotation * D + columns, mask=columns < D, other=0))
+    if ROTATE:
+        inside = (channels < D)[:, None] & (columns < D)[None, :]
+        offset = head * stride_rotation * D * D + channels[:, None] * D + columns[None, :]
+        transform = tl.load(transform_ptr + offset, mask=inside, other=0.0)
+        mean = tl.load(value_mean_ptr + head * stride_rotation * D + columns, mask=columns < D, other=0)
     if SINK_LOGITS:
-        sink = tl.load(sink_ptr + head * G + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sink_ptr + head * G + g).to(tl.float32) * 1.4426950408889634
+    if EARLY:
+        gdc_wait()
 
-    # Log-sum-exp of all partial results: BF16 pages, then pieces of the history.
+    # BF16 pages, then pieces of the history.
     slot = tl.arange(0, SLOTS_P)
-    slot_part = row * SLOTS + slot
-    piece = tl.arange(0, PIECES_P)
-    piece_part = batch * K * SLOTS + row + first * K  # of the first piece; the next is K further
-    slot_mask = (g < G)[:, None] & (slot < SLOTS)[None, :]
-    slot_lse = tl.load(lse_ptr + slot_part[None, :] * G + g[:, None], mask=slot_mask, other=-float("inf"))
-    mask = (g < G)[:, None] & (piece < count)[None, :]
-    lse = tl.load(
-        lse_ptr + (piece_part + piece * K)[None, :] * G + g[:, None], mask=mask, other=-float("inf")
-    )
-    window_row = (slot_part[None, :] * G + g[:, None]).to(tl.int64)[:, :, None]
-    mask = slot_mask[:, :, None] & (columns < D)[None, None, :]
-    window = tl.load(o_ptr + window_row * D + columns[None, None, :], mask=mask, other=0.0)
-    o, o_lse = _pieces(o_ptr, lse_ptr, piece_part, 0, count, g, K, G, D, DP, STEP)
-
-    top = tl.maximum(tl.max(lse, 1), tl.max(slot_lse, 1))
+    slot_row = (row * SLOTS + slot) * G + g
+    window = _partials(o_ptr, slot_row, slot < SLOTS, columns, D)
+    piece = tl.arange(0, STEP)
+    piece_row = (batch * K * SLOTS + row + first * K) * G + g  # of the first piece; the next is K * G further
+    o = _partials(o_ptr, piece_row + piece * (K * G), piece < count, channels, D)
+    slot_lse = tl.load(lse_ptr + slot_row, mask=slot < SLOTS, other=-float("inf"))
+    every = tl.arange(0, PIECES_P)
+    lse = tl.load(lse_ptr + piece_row + every * (K * G), mask=every < count, other=-float("inf"))
+    o_lse = tl.load(lse_ptr + piece_row + piece * (K * G), mask=piece < count, other=-float("inf"))
+    top = tl.maximum(tl.max(lse, 0), tl.max(slot_lse, 0))
     if SINK_LOGITS:
         top = tl.maximum(top, sink)
     top = tl.where(top > -float("inf"), top, 0.0)
-    history_weight = tl.sum(tl.exp2(lse - top[:, None]), 1)
-    total = history_weight + tl.sum(tl.exp2(slot_lse - top[:, None]), 1)
+    weight = tl.sum(tl.exp2(lse - top), 0)
+    slot_weight = tl.exp2(slot_lse - top)
+    total = weight + tl.sum(slot_weight, 0)
     if SINK_LOGITS:
         total += tl.exp2(sink - top)
-    total = tl.where(total > 0, total, 1.0)
-    top += tl.log2(total)
-    acc = o * tl.exp2(o_lse - top[:, None])[:, :, None]
-    for step in tl.range(STEP, count, STEP, num_stages=1):
-        o, o_lse = _pieces(o_ptr, lse_ptr, piece_part, step, count, g, K, G, D, DP, STEP)
-        acc += o * tl.exp2(o_lse - top[:, None])[:, :, None]
-    history = tl.sum(acc, 1)
-    out = tl.sum(history[:, :, None] * transform[None, :, :], 1)
-    out += tl.sum(window * tl.exp2(slot_lse - top[:, None])[:, :, None], 1)
-    out += (history_weight / total)[:, None] * mean[None, :]
-    mask = (g < G)[:, None] & (columns < D)[None, :]
-    tl.store(out_ptr + (row * G + g)[:, None] * D + columns[None, :], out, mask=mask)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    acc = o * tl.exp2(o_lse - top)[:, None]
+    for low in tl.range(STEP, count, STEP, num_stages=1):
+        rows = piece_row + (low + piece) * (K * G)
+        o = _partials(o_ptr, rows, low + piece < count, channels, D)
+        o_lse = tl.load(lse_ptr + rows, mask=low + piece < count, other=-float("inf"))
+        acc += o * tl.exp2(o_lse - top)[:, None]
+    history = tl.sum(acc, 0) * inverse
+    weight *= inverse
+    window = tl.sum(window * slot_weight[:, None], 0) * inverse
+    place = tl.program_id(1) * D + columns
+    if ROTATE:
+        out = tl.sum(history[:, None] * transform, 0) + window + weight * _widen(mean)
+        tl.store(out_ptr + place, out, mask=columns < D)
+    else:
+        tl.store(out_ptr + tl.program_id(1) * D + channels, history, mask=channels < D)
+        tl.store(weight_ptr + tl.program_id(1), weight)
+        tl.store(window_ptr + place, window, mask=columns < D)
 
 
 @triton.jit
-def _pieces(
-    o_ptr, lse_ptr, part, low, count, g,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Partial results [heads, STEP, DP] of pieces from `low` on, and their log-sum-exp; part: of piece 0."""
-    piece = low + tl.arange(0, STEP)
-    channels = tl.arange(0, DP)
-    mask = (g < G)[:, None] & (piece < count)[None, :]
-    rows = (part + piece * K)[None, :] * G + g[:, None]
-    lse = tl.load(lse_ptr + rows, mask=mask, other=-float("inf"))
-    offset = rows.to(tl.int64)[:, :, None] * D + channels[None, None, :]
-    return tl.load(o_ptr + offset, mask=mask[:, :, None] & (channels < D)[None, None, :], other=0.0), lse
+def _partials(o_ptr, rows, exist, channels, D: tl.constexpr):
+    """Channels of partial results, float32 [rows, channels]."""
+    mask = exist[:, None] & (channels < D)[None, :]
+    return tl.load(o_ptr + rows.to(tl.int64)[:, None] * D + channels[None, :], mask=mask, other=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -634,20 +674,22 @@ def rotate(
     rows: torch.Tensor,
     matrix: torch.Tensor,
     addend: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
     **launch: bool,
 ) -> tuple[torch.Tensor, Any]:
-    """Launches rows [B, N, D] @ matrix [K or 1, D, D] -> float32 [B, N, D], and the compiled kernel.
+    """Launches rows [B, N, D] @ matrix [K or 1, D, D] -> [B, N, D] of `dtype`, and the compiled kernel.
 
     addend (float32 [B, N, D], weight float32 [B, N], mean bf16 [K or 1, D]): adds the first + weight * mean.
     """
-    out = torch.empty(rows.shape, device=rows.device)
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     added, weight, mean = (out, out, out) if addend is None else addend
     columns, tile = 32, 16
     grid = (triton.cdiv(plan.head_dim, columns), triton.cdiv(plan.batch * plan.group, tile), plan.heads)
     kernel = _rotate_kernel[grid](
-        rows, matrix, plan.stride_rotation, added, weight, mean.view(torch.int16), out, plan.batch,
+        rows, matrix, plan.stride_rotation, added, weight, mean if addend is None else mean.view(torch.int16),
+        out, plan.batch,
         K=plan.heads, G=plan.group, D=plan.head_dim, CHUNK=min(128, plan.padded_dim), COLUMNS=columns,
-        ROWS=tile, BACK=addend is not None, num_warps=4, **launch,
+        ROWS=tile, EXACT_ROWS=rows.dtype != torch.float32, BACK=addend is not None, num_warps=4, **launch,
     )  # fmt: skip
     return out, kernel
 
@@ -659,29 +701,61 @@ def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Ten
 
 
 def merge(
-    plan: DecodePlan, o: torch.Tensor, lse: torch.Tensor, cache, rotation, sink_logits: torch.Tensor | None
-) -> torch.Tensor:
-    """Launches the merge, which also applies the output transform -> float32 [B, N, D]."""
-    out = torch.empty((plan.batch, plan.heads * plan.group, plan.head_dim), device=o.device)
-    # The heads that share a transform share a program, unless that takes many steps over the pieces of a
-    # sequence: reading the transform costs most where sequences are many (H200, batch 8: 7 us).
-    pieces, tile = triton.next_power_of_2(plan.pieces // plan.batch + 2), 8192 // plan.padded_dim
-    rows = triton.next_power_of_2(plan.group)
-    rows = rows if pieces * rows <= 4 * tile else 1
-    step = max(1, min(pieces, tile // rows))
-    columns = 64
-    grid = (triton.cdiv(plan.head_dim, columns), plan.batch * plan.heads * triton.cdiv(plan.group, rows))
-    _merge_kernel[grid](
+    plan: DecodePlan,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cache,
+    rotation,
+    sink_logits: torch.Tensor | None,
+    dtype: torch.dtype,
+    EARLY: bool = False,
+    **launch: bool,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Launches the merge and the rotation back -> [B, N, D] of `dtype`, and the compiled kernels."""
+    shape = (plan.batch, plan.heads * plan.group)
+    launch["EARLY"] = EARLY
+    if plan.batch * plan.heads * plan.group <= ROWS_OF_ONE_MERGE:
+        out = torch.empty((*shape, plan.head_dim), dtype=dtype, device=o.device)
+        transform = (rotation.output_transform, rotation.value_mean.view(torch.int16))
+        outputs = (out, out, out)
+        return out, [_launch_merge(plan, o, lse, cache, sink_logits, transform, outputs, **launch)]
+    history, window = torch.empty((2, *shape, plan.head_dim), device=o.device)
+    weight = torch.empty(shape, device=o.device)
+    outputs = (history, weight, window)
+    first = _launch_merge(plan, o, lse, cache, sink_logits, None, outputs, **launch)
+    addend = (window, weight, rotation.value_mean)
+    out, second = rotate(plan, history, rotation.output_transform, addend, dtype, **launch)
+    return out, [first, second]
+
+
+def _launch_merge(
+    plan: DecodePlan,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cache,
+    sink_logits: torch.Tensor | None,
+    transform: tuple[torch.Tensor, torch.Tensor] | None,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    **launch: bool,
+) -> Any:
+    """Launches `_merge_kernel`, which rotates back if there is a `transform` (matrix, value mean)."""
+    pieces = triton.next_power_of_2(plan.pieces // plan.batch + 1)
+    step = min(pieces, 8192 // plan.padded_dim)
+    wide = step * plan.padded_dim > 2048
+    if transform is None:
+        columns, warps = plan.padded_dim, step * plan.padded_dim // 2048 if wide else 1
+    else:  # one warp holds 64 rows of 64 columns of the transform
+        columns, warps = 64, max(2, plan.padded_dim // 64) * (2 if wide else 1)
+    matrix, mean = (o, o) if transform is None else transform
+    return _merge_kernel[(plan.padded_dim // columns, plan.batch * plan.heads * plan.group)](
         o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
-        rotation.output_transform, rotation.value_mean.view(torch.int16), plan.stride_rotation,
-        lse if sink_logits is None else sink_logits, out,
-        K=plan.heads, G=plan.group, ROWS=rows, D=plan.head_dim, DP=plan.padded_dim,
-        SINK_PAGES=plan.sink_pages, SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots),
-        WINDOW_PAGES=plan.window_pages, SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
+        matrix, mean, plan.stride_rotation, lse if sink_logits is None else sink_logits, *outputs,
+        K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SINK_PAGES=plan.sink_pages,
+        SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
+        SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
         PIECES_P=triton.next_power_of_2(plan.pieces + 1), STEP=step, COLUMNS=columns,
-        SINK_LOGITS=sink_logits is not None, num_warps=max(4, plan.padded_dim // 32),
+        SINK_LOGITS=sink_logits is not None, ROTATE=transform is not None, num_warps=warps, **launch,
     )  # fmt: skip
-    return out
 
 
 def decode_attention(
@@ -692,11 +766,12 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
-    query [B, N, D] -> float32 [B, N, D]; `scale` multiplies the scores (usually D**-0.5). A sliding window of
-    w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
+    query [B, N, D] -> [B, N, D] of `dtype`; `scale` multiplies the scores (usually D**-0.5). A sliding window
+    of w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
     sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device, more than 16 query
     heads per key/value head) before anything is allocated.
     """
@@ -724,7 +799,7 @@ def decode_attention(
         WINDOW_STEP=16, EXACT_QUERY=query.dtype != torch.float32, num_warps=tuning.warps,
         num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
     )  # fmt: skip
-    return merge(plan, o, lse, cache, rotation, sink_logits)
+    return merge(plan, o, lse, cache, rotation, sink_logits, dtype)[0]
 
 
 def _padded_dim(head_dim: int) -> int:

@@ -21,155 +21,74 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language import PropagateNan
 
+from . import quantize_gluon_wide as wide
 from . import quantize_triton as plain
-from .quantize_triton import (
-    CLEAN_BITS,
-    CODES,
-    EMPTY_BITS,
-    LIMIT_BITS,
-    MEAN_DOWN,
-    MEAN_UP,
-    MULTIPLIER_SHIFT,
-    PAGE,
-    PAGE_BIAS,
-    ROW_UP,
-    SCALE_DOWN,
+from .quantize_gluon_steps import (
+    BF16_LIMIT,
+    LIMBS,
+    centered,
+    clean,
+    clean_pairs,
+    index_along,
+    key_words,
+    linear,
+    log2,
+    max_halves,
+    mean_of_sums,
+    power_of_two,
+    span,
+    split_rows,
+    sum_rows,
+    summands,
+    value_words,
 )
+from .quantize_triton import CLEAN_BITS, CODES, MULTIPLIER_SHIFT, PAGE, SCALE_DOWN
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)  # of the kernels here
 HOPPER = 9
 COLUMNS = gl.constexpr(64)  # of one product: few enough that sums, operands and results stay in registers
-BF16_LIMIT = gl.constexpr(LIMIT_BITS.value >> 16)
-BF16_INFINITY = gl.constexpr(0x7F80)
-FLOOR = gl.constexpr(1.5 * 2.0**23)  # its unit is 1: x + it, rounded down, has floor(x) in its low bits
-ALL_NAN = gl.constexpr(PropagateNan.ALL)
-MAX_HALVES = gl.constexpr("max.u16x2 $0, $1, $2;")
-ADD_DOWN = gl.constexpr("add.rm.f32 $0, $1, $2;")
-
-# a ... d are integers + 128: the upper byte is the high limb, the lower one the low limb + 128.
-PACK_LIMBS = (
-    " prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140; prmt.b32 $0, a, c, 0x7632;"
-    " prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }"
-)
-LIMBS = gl.constexpr(
-    "{ .reg .b32 a, b, c, d;"
-    + "".join(f" add.s32 {x}, ${2 + n}, 128;" for n, x in enumerate("abcd"))
-    + PACK_LIMBS
-)
-# Of floor(z * factor + 0.5).
-ROW_LIMBS = gl.constexpr(
-    "{ .reg .b32 a, b, c, d;"
-    + "".join(
-        f" fma.rm.f32 {x}, ${2 + n}, ${6 + n}, 0f3F000000; add.rm.f32 {x}, {x}, 0f4B400080;"
-        for n, x in enumerate("abcd")
-    )
-    + PACK_LIMBS
-)
-
-
-@gluon.constexpr_function
-def _sum_assembly() -> str:
-    """Sum of floor(|y| / 8) of $1 ... $16: numbers from 2**26 on have the unit 8; four y stay below 2**27."""
-    lines = ["{ .reg .b32 t, a;", f"mov.b32 $0, {-4 * 0x4C800000 % 2**32:#x};"]
-    for n in range(1, 17, 4):
-        lines.append("mov.b32 a, 0x4C800000;")
-        lines += [f"abs.f32 t, ${i}; add.rm.f32 a, a, t;" for i in range(n, n + 4)]
-        lines.append("add.s32 $0, $0, a;")
-    return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def _code_assembly(bounds: int) -> str:
-    """A word of 16 codes: of $1 ... $16, in turn with each of 1 or 2 bounds from $17 on.
-
-    Every entry shifts in two signs: of y and of |y + 1/2| - bound, which says -bound <= y < bound. Rounded
-    towards zero, the sum is right where y is so large that its unit is 1.
-    """
-    lines = ["{ .reg .b32 t, w;", "mov.b32 w, 0;"]
-    for i in reversed(range(16)):
-        y, bound = f"${1 + i}", f"${17 + i % bounds}"
-        lines.append(f"shf.l.wrap.b32 w, {y}, w, 1; add.rz.f32 t, {y}, 0f3F000000; abs.f32 t, t;")
-        lines.append(f"sub.f32 t, t, {bound}; shf.l.wrap.b32 w, t, w, 1;")
-    # Odd bits: y < 0, even bits: small. Code: not negative; large where positive, small where negative.
-    lines.append("not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;")
-    return "\n".join([*lines, "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"])
-
-
-SUM = gl.constexpr(_sum_assembly())
-KEY_CODES = gl.constexpr(_code_assembly(1))
-VALUE_CODES = gl.constexpr(_code_assembly(2))
-# From the codes of a lane's two tokens for 8 channels to those of 16 tokens for one channel: lane g keeps
-# the g-th channel, nibbles in the order of lanes. $2 ... $5: selectors, kept nibbles and turn of the lane.
-EXCHANGE = gl.constexpr(
-    "{ .reg .b32 w, o;"
-    " shfl.sync.bfly.b32 o, $1, 16, 31, -1; prmt.b32 w, $1, o, $2;"
-    " shfl.sync.bfly.b32 o, w, 8, 31, -1; prmt.b32 w, w, o, $3;"
-    " shfl.sync.bfly.b32 o, w, 4, 31, -1; shf.l.wrap.b32 o, o, o, $5;"
-    " lop3.b32 $0, $4, w, o, 0xCA; }"
-)
 
 
 # ------------------------------------------------------------------------------------------ layouts
 
 
 @gluon.constexpr_function
-def _bits(axis: int, low: int, high: int) -> list[tuple[int, int]]:
-    """Index bits low, 2 low, ... below high of an axis."""
-    return [(axis, 1 << n) for n in range(low.bit_length() - 1, high.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _log2(n: int) -> int:
-    return n.bit_length() - 1
-
-
-@gluon.constexpr_function
-def _linear(shape: list[int], registers, lanes, warps) -> gl.DistributedLinearLayout:
-    bases = [
-        [[step if axis == a else 0 for a in range(len(shape))] for axis, step in e]
-        for e in (registers, lanes, warps)
-    ]
-    return gl.DistributedLinearLayout(*bases, block_bases=[], shape=shape)
-
-
-@gluon.constexpr_function
 def _operand_pairs(D: int):
     """Pairs [64, D / 2] as lanes own them in the left operand: 4 pairs of two tokens, then further ones."""
-    registers = [(1, 1), (1, 2), (0, 1), *_bits(1, 16, D // 2)]
-    return _linear([64, D // 2], registers, [(1, 4), (1, 8), *_bits(0, 2, 16)], _bits(0, 16, 64))
+    registers = [(1, 1), (1, 2), (0, 1), *span(1, 16, D // 2)]
+    return linear([64, D // 2], registers, [(1, 4), (1, 8), *span(0, 2, 16)], span(0, 16, 64))
 
 
 @gluon.constexpr_function
 def _row_pairs(D: int):
     """Pairs [64, D / 2] as they are copied and as keys are averaged: 4 pairs of several tokens."""
     rows = 256 // D  # of one read of a warp
-    registers = [(1, 1), (1, 2), *_bits(0, rows, 16)]
-    return _linear([64, D // 2], registers, [*_bits(1, 4, D // 2), *_bits(0, 1, rows)], _bits(0, 16, 64))
+    registers = [(1, 1), (1, 2), *span(0, rows, 16)]
+    return linear([64, D // 2], registers, [*span(1, 4, D // 2), *span(0, 1, rows)], span(0, 16, 64))
 
 
 @gluon.constexpr_function
 def _transform_layout(D: int, words: bool):
     """[D, D]: a thread has 8 neighbours of four rows, or their columns one by one: words of limbs."""
     first, second = 1024 // D, 4096 // D  # rows of a warp and of all warps at a time
-    rows, columns = _bits(0, 1, 4), _bits(1, 1, 8)
+    rows, columns = span(0, 1, 4), span(1, 1, 8)
     registers = [*rows, *columns] if words else [*columns, *rows]
-    registers += _bits(0, second, D)
-    return _linear([D, D], registers, [*_bits(1, 8, D), *_bits(0, 4, first)], _bits(0, first, second))
+    registers += span(0, second, D)
+    return linear([D, D], registers, [*span(1, 8, D), *span(0, 4, first)], span(0, first, second))
 
 
 @gluon.constexpr_function
 def _sums_of_channels(D: int):
     """[1024 / D, D]: a thread has a whole column (and, where D = 64, another thread has it too)."""
-    warps = [*_bits(1, 32, D), (-1, 0)][:2]
-    return _linear([1024 // D, D], _bits(0, 1, 1024 // D), _bits(1, 1, 32), warps)
+    warps = [*span(1, 32, D), (-1, 0)][:2]
+    return linear([1024 // D, D], span(0, 1, 1024 // D), span(1, 1, 32), warps)
 
 
 @gluon.constexpr_function
 def _everywhere(size: int):
     """[size]: every thread has all."""
-    return _linear([size], _bits(0, 1, size), [(-1, 0)] * 5, [(-1, 0)] * 2)
+    return linear([size], span(0, 1, size), [(-1, 0)] * 5, [(-1, 0)] * 2)
 
 
 PRODUCTS = gl.constexpr(
@@ -178,71 +97,13 @@ PRODUCTS = gl.constexpr(
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 4))
 # [64 tokens, 4 c, COLUMNS / 4]: the rotated entries of a lane, in its registers.
 RESULTS = gl.constexpr(
-    _linear(
+    linear(
         [64, 4, COLUMNS.value // 4],
-        [(2, 1), (0, 1), *_bits(2, 2, COLUMNS.value // 4)],
-        [(1, 1), (1, 2), *_bits(0, 2, 16)],
-        _bits(0, 16, 64),
+        [(2, 1), (0, 1), *span(2, 2, COLUMNS.value // 4)],
+        [(1, 1), (1, 2), *span(0, 2, 16)],
+        span(0, 16, 64),
     )
 )
-
-
-# ------------------------------------------------------------------------------------------ numbers
-
-
-@gluon.jit
-def _power_of_two(biased_exponent):
-    return (biased_exponent << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _floats(pairs):
-    """int32 pairs of bf16 [64, C] -> float32 [64, 2 C]."""
-    both = gl.join(pairs << 16, pairs & -65536)
-    return both.reshape([PAGE, 2 * pairs.shape[1]]).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _max_halves(a, b):
-    return gl.inline_asm_elementwise(MAX_HALVES, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _max_or_nan(a, b):
-    return gl.maximum(a, b, propagate_nan=ALL_NAN)
-
-
-@gluon.jit
-def _clean(bits):
-    """bf16 in the low half of int32, other bits 0: NaN and infinities 0, finite values within +-2**64."""
-    magnitude = bits & 0x7FFF
-    clamped = gl.where(magnitude > BF16_LIMIT, (bits ^ magnitude) | BF16_LIMIT, bits)
-    return gl.where(magnitude >= BF16_INFINITY, 0, clamped)
-
-
-@gluon.jit
-def _clean_pairs(pairs):
-    return _clean(pairs & 0xFFFF) | (_clean((pairs >> 16) & 0xFFFF) << 16)
-
-
-@gluon.jit
-def _split4(x):
-    """[A, B, 4 n] -> x[..., 0::4], x[..., 1::4], x[..., 2::4], x[..., 3::4]."""
-    a, b = gl.split(x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
-    a, c = gl.split(a.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
-    b, d = gl.split(b.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
-    return a, b, c, d
-
-
-@gluon.jit
-def _split16(x):
-    """[A, B, 16 n] -> x[..., 0::16], x[..., 1::16], ..."""
-    a, b, c, d = _split4(x)
-    a0, a1, a2, a3 = _split4(a)
-    b0, b1, b2, b3 = _split4(b)
-    c0, c1, c2, c3 = _split4(c)
-    d0, d1, d2, d3 = _split4(d)
-    return a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -291,8 +152,8 @@ def _rows_of_threads(x, D: gl.constexpr):
 @gluon.jit
 def _largest_key(pairs, scratch, D: gl.constexpr):
     """The largest magnitude, as bf16 bits, of a page of pairs in the layout of `_row_pairs`."""
-    tops = gl.reduce(_rows_of_threads(pairs & 0x7FFF7FFF, D), 1, _max_halves)
-    tops = gl.reduce(tops.reshape([128, 4]), 1, _max_halves)
+    tops = gl.reduce(_rows_of_threads(pairs & 0x7FFF7FFF, D), 1, max_halves)
+    tops = gl.reduce(tops.reshape([128, 4]), 1, max_halves)
     return _largest_of_page(gl.maximum(tops & 0xFFFF, tops >> 16).reshape([4, 32]), scratch)
 
 
@@ -306,48 +167,16 @@ def _load_keys(tile, page_mean_ptr, mean, scratch, sums, D: gl.constexpr):
     rows = tile.load(_row_pairs(D))
     top = _largest_key(rows, scratch, D)
     if top > BF16_LIMIT:
-        rows = _clean_pairs(rows)
+        rows = clean_pairs(rows)
         tile.store(rows)
         top = _largest_key(rows, scratch, D)
-    empty = (top << 16) < EMPTY_BITS
-    exponent = gl.where(empty, 0, (top >> 7) - 127)
-    summands = gl.fma(_floats(rows), _power_of_two(MEAN_UP - exponent), 0.5)
-    summands = gl.inline_asm_elementwise(
-        ADD_DOWN, "=r,r,r", [summands, FLOOR], dtype=gl.int32, is_pure=True, pack=1
-    )
-    sums.store(gl.sum(_rows_of_threads(summands, D), 1))
-    total = gl.sum(sums.load(_sums_of_channels(D)), 0) - PAGE_BIAS
+    sums.store(gl.sum(_rows_of_threads(summands(rows, top), D), 1))
     pairs = tile.load(_operand_pairs(D))
-    bits = gl.where(empty, 0.0, total.to(gl.float32) * _power_of_two(exponent + MEAN_DOWN)).to(gl.bfloat16)
+    bits = mean_of_sums(gl.sum(sums.load(_sums_of_channels(D)), 0), top)
     channel = gl.arange(0, D, layout=bits.type.layout)
     gl.store(page_mean_ptr + channel, bits.to(gl.int16, bitcast=True))
     mean.store(bits.to(gl.float32))
     return pairs
-
-
-@gluon.jit
-def _centered(pairs, mean):
-    """Rows less a mean -> (z float32 [64, D], bits of the largest |z| of every row)."""
-    x = _floats(pairs)
-    z = x - mean.load(gl.SliceLayout(0, x.type.layout))[None, :]
-    return z, gl.reduce(gl.abs(z), 1, _max_or_nan).to(gl.int32, bitcast=True)
-
-
-@gluon.jit
-def _limbs(z, top, D: gl.constexpr):
-    """Steps 3 to 5 -> high limbs int8 [64, D], low limbs, exponent [64 tokens]."""
-    empty = top < EMPTY_BITS
-    exponent = gl.where(empty, 0, (top >> 23) - 127)
-    factor = gl.where(empty, 0.0, _power_of_two(ROW_UP - exponent))
-    high, low = gl.inline_asm_elementwise(
-        ROW_LIMBS,
-        "=r,=r,r,r,r,r,r,r,r,r",
-        [z, factor[:, None]],
-        dtype=(gl.int8, gl.int8),
-        is_pure=True,
-        pack=4,
-    )
-    return _operand(high, D), _operand(low, D), exponent
 
 
 @gluon.jit
@@ -378,98 +207,39 @@ def _rotate(high, low, t_high, t_low, column: gl.constexpr):
 
 
 @gluon.jit
-def _sum_rows(y):
-    """Sum of floor(|Y| / 8) over the entries of a lane [64, 4, 16]."""
-    return gl.inline_asm_elementwise(SUM, "=r" + ",r" * 16, _split16(y), dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _key_words(y, bound):
-    """A lane has the 16 channels of a word -> words [64 tokens, 4 c, 1]."""
-    entries = _split16(y)
-    bounds = (_spread(bound, entries[0]),)
-    return gl.inline_asm_elementwise(
-        KEY_CODES, "=r" + ",r" * 17, entries + bounds,
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _value_words(y, bound):
-    """The 16 codes of a word lie in eight lanes, two in each -> words [8 warp + g, 4 c, 2 w].
-
-    Word `warp` of channel 32 w + 8 c + g of these columns.
-    """
-    y = y.reshape([32, 2, 4, COLUMNS // 4]).permute((0, 2, 3, 1)).reshape([32, 4, COLUMNS // 2])
-    even, odd = gl.split(bound.reshape([32, 2]))
-    entries = _split16(y)
-    bounds = (_spread(even, entries[0]), _spread(odd, entries[0]))
-    words = gl.inline_asm_elementwise(
-        VALUE_CODES, "=r" + ",r" * 18, entries + bounds,
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    g = _index(words, 0) % 8
-    first = gl.where((g & 4) != 0, 0x3276, 0x5410)
-    second = gl.where((g & 2) != 0, 0x3715, 0x6240)
-    kept = gl.where((g & 1) != 0, -0x0F0F0F10, 0x0F0F0F0F)
-    turn = gl.where((g & 1) != 0, 28, 4)
-    return gl.inline_asm_elementwise(
-        EXCHANGE, "=r,r,r,r,r,r", [words, first, second, kept, turn], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _spread(x, like):
-    """A number per row, laid out to meet `like` [rows, 4, n]."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
-    return gl.convert_layout(x, layout)[:, None, None]
-
-
-@gluon.jit
-def _index(x, axis: gl.constexpr):
-    """0 .. size - 1 along one axis of x [A, B, C], of size 1 along the others."""
-    if axis == 0:
-        i = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
-        return i[:, None, None]
-    elif axis == 1:
-        i = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
-        return i[None, :, None]
-    else:
-        i = gl.arange(0, x.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))
-        return i[None, None, :]
-
-
-@gluon.jit
 def _store_page(
     z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Steps 3 to 9 and packing of `_centered` rows into page and head `slot` of the pool."""
+    """Steps 3 to 9 and packing of `centered` rows into page and head `slot` of the pool."""
     codes_ptr += slot * (PAGE * D // CODES)
     scale_ptr += slot * PAGE
-    high, low, exponent = _limbs(z, top, D)
+    high, low, exponent = split_rows(z, top)
+    high, low = _operand(high, D), _operand(low, D)
     y = (_rotate(high, low, t_high, t_low, 0),)
-    sums = _sum_rows(y[0])
+    sums = sum_rows(y[0])
     if D > COLUMNS:
         y += (_rotate(high, low, t_high, t_low, COLUMNS),)
-        sums += _sum_rows(y[1])
-    mean_abs = gl.sum(gl.sum(sums, 2), 1) >> _log2(D)
+        sums += sum_rows(y[1])
+    mean_abs = gl.sum(gl.sum(sums, 2), 1) >> log2(D)
     bound = (mean_abs * multiplier) >> MULTIPLIER_SHIFT
     exponent = gl.convert_layout(exponent, bound.type.layout)
-    scale = bound.to(gl.float32) * _power_of_two(exponent + SCALE_DOWN)
+    scale = bound.to(gl.float32) * power_of_two(exponent + SCALE_DOWN)
     token = gl.arange(0, PAGE, layout=bound.type.layout)
     gl.store(scale_ptr + token, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
     bound = bound.to(gl.float32)
     if IS_KEY:
-        words = _key_words(y[0], bound)
+        words = key_words(y[0], bound)
         if D > COLUMNS:
-            words = gl.join(words, _key_words(y[1], bound)).reshape([PAGE, 4, 2])
-        offset = _index(words, 0) * (D // CODES) + _index(words, 1) * (D // 64) + _index(words, 2)
+            words = gl.join(words, key_words(y[1], bound)).reshape([PAGE, 4, 2])
+        offset = (
+            index_along(words, 0) * (D // CODES) + index_along(words, 1) * (D // 64) + index_along(words, 2)
+        )
         gl.store(codes_ptr + offset, words)
     else:
         for half in gl.static_range(D // COLUMNS):
-            words = _value_words(y[half], bound)
-            row = _index(words, 0)
-            channel = half * COLUMNS + _index(words, 2) * 32 + _index(words, 1) * 8 + row % 8
+            words = value_words(y[half], bound)
+            row = index_along(words, 0)
+            channel = half * COLUMNS + index_along(words, 2) * 32 + index_along(words, 1) * 8 + row % 8
             gl.store(codes_ptr + channel * (PAGE // CODES) + row // 8, words)
 
 
@@ -494,7 +264,7 @@ def _role_memory(transform_ptr, mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr)
     mean_top = 0
     if not IS_KEY:
         channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        bits = _clean(gl.load(mean_ptr + channel).to(gl.int32) & 0xFFFF) << 16
+        bits = clean(gl.load(mean_ptr + channel).to(gl.int32) & 0xFFFF) << 16
         mean_top = gl.max(bits & 0x7FFFFFFF, 0)
         mean.store(bits.to(gl.float32, bitcast=True))
     return t_high, t_low, tile, mean, scratch, sums, mean_top
@@ -516,15 +286,15 @@ def _copy_tile(pointers, tile, valid):
 
 @gluon.jit
 def _center_tile(tile, mean, scratch, sums, mean_top, page_mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
-    """Steps 1 and 2 -> `_centered` rows; all warps have passed a barrier since they read the tile."""
+    """Steps 1 and 2 -> `centered` rows; all warps have passed a barrier since they read the tile."""
     async_copy.wait_group(0)
     if IS_KEY:
-        z, top = _centered(_load_keys(tile, page_mean_ptr, mean, scratch, sums, D), mean)
+        z, top = centered(_load_keys(tile, page_mean_ptr, mean, scratch, sums, D), mean)
     else:
-        z, top = _centered(tile.load(_operand_pairs(D)), mean)
+        z, top = centered(tile.load(_operand_pairs(D)), mean)
         # In the usual case nothing is to be cleaned: no entry is large, and no mean that could hide one.
         if gl.maximum(_largest_of_page(top.reshape([4, 16]), scratch), mean_top) > CLEAN_BITS:
-            z, top = _centered(_clean_pairs(tile.load(_operand_pairs(D))), mean)
+            z, top = centered(clean_pairs(tile.load(_operand_pairs(D))), mean)
     return z, top
 
 
@@ -678,39 +448,43 @@ def _launch(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
     _bulk_kernel[(heads, programs, roles)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
 
 
-def _check(rows: torch.Tensor) -> None:
+def _launch_for(rows: torch.Tensor) -> plain.Launch:
+    """Starts the bulk kernel that serves pages of these rows."""
     plain.check_device(rows, HOPPER)
-    if rows.shape[-1] not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {HEAD_DIMS}")
+    if rows.shape[-1] in wide.HEAD_DIMS:
+        return wide.launch
+    if rows.shape[-1] in HEAD_DIMS:
+        return _launch
+    served = (*HEAD_DIMS, *wide.HEAD_DIMS)
+    raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {served}")
 
 
 def quantize_key_pages(
     rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`quantize_triton.quantize_key_pages`; raises NotImplementedError too for a head_dim not served."""
-    _check(rows)
-    return plain.quantize_key_pages(rows, transform, multiplier, launch=_launch)
+    return plain.quantize_key_pages(rows, transform, multiplier, launch=_launch_for(rows))
 
 
 def quantize_value_pages(
     rows: torch.Tensor, transform: torch.Tensor, multiplier: torch.Tensor, mean: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_triton.quantize_value_pages`; raises NotImplementedError too for a head_dim not served."""
-    _check(rows)
-    return plain.quantize_value_pages(rows, transform, multiplier, mean, launch=_launch)
+    return plain.quantize_value_pages(rows, transform, multiplier, mean, launch=_launch_for(rows))
 
 
 def quantize_page_pair(
     key_pages: torch.Tensor, value_pages: torch.Tensor, rotation
 ) -> dict[str, torch.Tensor]:
     """`quantize_triton.quantize_page_pair`; raises NotImplementedError too for a head_dim not served."""
-    _check(key_pages)
-    return plain.quantize_page_pair(key_pages, value_pages, rotation, launch=_launch)
+    return plain.quantize_page_pair(key_pages, value_pages, rotation, launch=_launch_for(key_pages))
 
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`quantize_triton.append_token`; raises NotImplementedError too for a head_dim not served."""
-    _check(cache.window_key)
+    plain.check_device(cache.window_key, HOPPER)
+    if cache.config.head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {cache.config.head_dim}: Gluon appends with {HEAD_DIMS}")
     parts = 2 * cache.config.num_key_value_heads
     arguments, constants = plain.append_arguments(cache, rotation, key, value, new_lengths, parts)
     _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
