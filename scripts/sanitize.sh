@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs small cases of every GPU kernel under compute-sanitizer: out-of-bounds accesses (memcheck) and races in
 # shared memory (racecheck). Needs a GPU and compute-sanitizer; writes OUT/compute-sanitizer.md (default results/).
-#   scripts/sanitize.sh [OUT]
+#   scripts/sanitize.sh [OUT [KERNELS]]    KERNELS: only rows below that match this regular expression
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results}
@@ -22,6 +22,7 @@ Triton prefill|_chunk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_
 Triton, Gluon quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and 64"
 Triton, Gluon append|_append_kernel|parity_tests/test_triton.py -k "TestOnGpu and append_token and 64"
 '
+cases=$(grep -E "^[^|]*(${2:-.})[^|]*\|" <<<"$cases")
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { # name, tool, parts of kernel names, pytest arguments
