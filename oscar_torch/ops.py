@@ -35,7 +35,10 @@ DECODE_ATTENTION: Kernels = {
     "triton": ("decode_triton", "decode_attention"),
     "gluon": ("decode_gluon", "decode_attention"),
 }
-CHUNK_ATTENTION: Kernels = dict.fromkeys(("triton", "gluon"), ("prefill_triton", "chunk_attention"))
+CHUNK_ATTENTION: Kernels = {
+    "triton": ("prefill_triton", "chunk_attention"),
+    "gluon": ("prefill_gluon", "chunk_attention"),
+}
 
 
 def quantize_pages(

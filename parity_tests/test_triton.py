@@ -69,7 +69,7 @@ class TestInterpreted:
         ("lengths", "tokens", "group", "head_dim", "options"),
         [
             ((700, 0, 64, 321), 9, 2, 64, {}),
-            ((1500,), 5, 1, 64, {}),  # more pages than one product with the page means covers
+            ((4700,), 5, 1, 64, {}),  # more pages than one product with the page means covers; an odd number
             ((450,), 5, 3, 80, {}),
             ((450,), 3, 2, 256, {}),
             ((600,), 9, 2, 64, {"sliding_window": 200}),
@@ -151,6 +151,17 @@ class TestCompiled:
         assert 3 * (shared + 1024) <= 227 * 1024, "three programs must fit a multiprocessor"
 
     @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_gluon_chunk_unpacks_by_single_instructions(self, head_dim: int) -> None:
+        """Two codes an instruction, consumers with registers for products in flight, two slots that fit."""
+        ptx, shared = compile_chunk(head_dim)
+        words = 2 * 2 * 64 * head_dim // 16 // 128  # of keys and of values of two pages, of a thread
+        assert ptx.count("fma.rn.f16x2") == 8 * words
+        assert "setmaxnreg.inc.sync.aligned.u32 \t192;" in ptx
+        products = 2 * (2 * head_dim // 16 + 8)  # two consumers: keys before and in the loop, values
+        assert len(re.findall(r"wgmma.mma_async\S*\.f32\.f16\.f16", ptx)) == products
+        assert shared <= 227 * 1024
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("name", ["_bulk_kernel", "_append_kernel"])
     def test_gluon_quantizer_keeps_operands_in_registers(self, name: str, head_dim: int) -> None:
         """Limbs of rows go to wgmma from registers; three programs fit a multiprocessor; no division."""
@@ -205,6 +216,26 @@ def compile_stage(head_dim: int, padded_group: int, stages: int) -> tuple[str, i
     source = GluonASTSource(*stage_arguments(_stage_kernel, constants))
     options = {"num_warps": WARPS.value}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def compile_chunk(head_dim: int) -> tuple[str, int]:
+    """PTX and bytes of shared memory of the Gluon chunk kernel for compute capability 9.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from oscar_torch.triton_kernels.prefill_gluon import _history_kernel
+
+    if INTERPRETING:
+        pytest.skip("TRITON_INTERPRET is set for this process")
+    constants = {"K": 8, "G": 4, "D": head_dim, "SINK_PAGES": 1, "SLIDING": False}
+    types = {"rotated_ptr": "*fp16", "unit_ptr": "*fp32", "sums_ptr": "*fp32", "state_ptr": "*fp32"}
+    types |= dict.fromkeys(("tokens", "all_rows", "pieces"), "i32")
+    types |= {"key_codes_ptr": "*i32", "value_codes_ptr": "*i32", "key_page_mean_ptr": "*i16"}
+    kernel, signature, values, aligned = stage_arguments(_history_kernel, constants)
+    source = GluonASTSource(kernel, signature | types, values, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     return compiled.asm["ptx"], compiled.metadata.shared
 
 
@@ -355,10 +386,46 @@ class TestOnGpu:
     def test_decode_options(self, kernel: str, options: dict[str, Any]) -> None:
         assert_close(attention_errors(kernel, rotation(2, 128), (3000, 700), 4, device="gpu", **options))
 
+    @pytest.mark.parametrize("bfloat16", [False, True])
     @pytest.mark.parametrize(("lengths", "heads", "group", "head_dim"), SHAPES)
-    def test_chunk(self, lengths: tuple[int, ...], heads: int, group: int, head_dim: int) -> None:
-        fields = rotation(heads, head_dim)
-        assert_close(attention_errors("prefill_triton", fields, lengths, group, tokens=100, device="gpu"))
+    def test_chunk(
+        self, lengths: tuple[int, ...], heads: int, group: int, head_dim: int, bfloat16: bool
+    ) -> None:
+        fields, options = rotation(heads, head_dim), {"tokens": 100, "device": "gpu", "bfloat16": bfloat16}
+        assert_close(attention_errors("prefill_triton", fields, lengths, group, **options))
+
+    @pytest.mark.hopper
+    @pytest.mark.parametrize(
+        ("lengths", "heads", "group", "head_dim", "tokens"),
+        [
+            *((*shape, 100) for shape in SHAPES if shape[3] <= 128),
+            ((6000, 0, 5200, 64), 2, 4, 128, 300),  # several pieces, some without a page
+            ((9000,), 8, 4, 128, 512),  # one piece
+            ((4000, 1000), 2, 2, 64, 77),
+        ],
+    )
+    def test_chunk_gluon(
+        self, lengths: tuple[int, ...], heads: int, group: int, head_dim: int, tokens: int
+    ) -> None:
+        fields, options = rotation(heads, head_dim), {"tokens": tokens, "device": "gpu", "bfloat16": True}
+        assert_close(attention_errors("prefill_gluon", fields, lengths, group, **options))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"sliding_window": 777},
+            {"sinks": True},
+            {"recent_tokens": 64},
+            {"sink_tokens": 0, "recent_tokens": 64},
+        ],
+    )
+    @pytest.mark.parametrize(
+        "kernel", ["prefill_triton", pytest.param("prefill_gluon", marks=pytest.mark.hopper)]
+    )
+    def test_chunk_options(self, kernel: str, options: dict[str, Any]) -> None:
+        options = {"tokens": 100, "device": "gpu", "bfloat16": True, **options}
+        for head_dim in (64, 128):
+            assert_close(attention_errors(kernel, rotation(2, head_dim), (3000, 700), 4, **options))
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     @pytest.mark.parametrize("captured", [False, True])

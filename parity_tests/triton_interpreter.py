@@ -110,14 +110,16 @@ def attention_errors(
     device: str = "cpu",
     sliding_window: int | None = None,
     sinks: bool = False,
+    bfloat16: bool = False,
     processors: int | None = None,
     **settings: Any,
 ) -> tuple[float, bool]:
     """(largest relative error of a query against the reference, all finite) of one attention kernel.
 
-    kernel: "decode_triton", "decode_gluon" or "prefill_triton" (a chunk of `tokens`). Runs wherever Triton
-    runs: interpreted in the child, compiled on a GPU. A decode kernel is tried with one last launch and with
-    two, each rounding to bfloat16 too; `processors`: as many as it is to believe in.
+    kernel: "decode_triton", "decode_gluon", or, for a chunk of `tokens`, "prefill_triton", "prefill_gluon".
+    Runs wherever Triton runs: interpreted in the child, compiled on a GPU. A decode kernel is tried with one
+    last launch and with two, each rounding to bfloat16 too; `processors`: as many as it is to believe in.
+    bfloat16: the queries of a chunk.
     """
     import importlib
 
@@ -157,11 +159,13 @@ def attention_errors(
         got, want = torch.cat(got), torch.cat([want, want])
     else:
         query = normal(batch, tokens, heads * group, head_dim)
+        query = query.bfloat16() if bfloat16 else query
         key, value = (normal(batch, tokens, heads, head_dim).bfloat16() for _ in range(2))
         options["new_lengths"] = torch.arange(tokens, tokens - batch, -1, dtype=torch.int32, device=place)
         live = torch.arange(tokens, device=place) < options["new_lengths"][:, None]
         key[~live], value[~live] = torch.nan, torch.nan
-        want = attention.chunk_attention(query, key, value, cache.cache, layer_rotation, **options)[live]
+        exact = query.float()
+        want = attention.chunk_attention(exact, key, value, cache.cache, layer_rotation, **options)[live]
         got = module.chunk_attention(query, key, value, cache.cache, layer_rotation, **options)[live]
     error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
     return float(error.max()), bool(torch.isfinite(got).all())

@@ -36,10 +36,11 @@ from oscar_torch.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_b
 from oscar_torch.config import CacheConfig
 from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotation import LayerRotation
-from oscar_torch.triton_kernels import prefill_triton, quantize_gluon, quantize_triton
+from oscar_torch.triton_kernels import prefill_gluon, prefill_triton, quantize_gluon, quantize_triton
 
 TOLERANCE = 3e-3
 WRITERS = {"gluon": quantize_gluon, "triton": quantize_triton}
+CHUNK_KERNELS = {"gluon": prefill_gluon.chunk_attention, "triton": prefill_triton.chunk_attention}
 WRITE_BYTES = 1 << 30  # of BF16 keys and values
 COLD_BYTES = 1 << 30  # that a graph reads before it comes back to a cache: many times any L2
 MOST_LAYERS = 64  # of a graph whose caches are small
@@ -283,7 +284,7 @@ def bench_write(bench: Bench) -> list[Row]:
 
 
 def bench_chunk(bench: Bench) -> list[Row]:
-    """A chunk of 512 queries over a stored prompt, against FlashAttention over the same keys in BF16."""
+    """A chunk of 512 queries over a stored prompt, against the BF16 kernels over the same keys."""
     tokens, length, config = 512, 32_768, bench.config
     heads, query_heads, head_dim = config.num_key_value_heads, config.num_query_heads, config.head_dim
     cache = random_cache(config, 1, length)
@@ -291,16 +292,20 @@ def bench_chunk(bench: Bench) -> list[Row]:
     key = torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     counts = torch.tensor([tokens], dtype=torch.int32, device="cuda")
     options = {"new_lengths": counts, "scale": bench.scale}
-    call = functools.partial(
-        prefill_triton.chunk_attention, query, key, key, cache, bench.rotation, **options
-    )
-    time = median_time(call, bench.repetitions)
     stored = torch.randn(1, query_heads, length + tokens, head_dim, device="cuda", dtype=torch.bfloat16)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        dense = functools.partial(scaled_dot_product_attention, query.transpose(1, 2), stored, stored)
-        baseline = median_time(dense, bench.repetitions)
-    floor = bench.floor(int2_bytes(config, 1, length))
-    return [Row(bench.model, f"chunk of {tokens}", "INT2 triton", 1, length, time, floor, baseline)]
+    baselines = {}
+    for name, backend in BASELINES.items():
+        with sdpa_kernel([backend]):
+            dense = functools.partial(scaled_dot_product_attention, query.transpose(1, 2), stored, stored)
+            baselines[name] = median_time(dense, bench.repetitions)
+    floor, best = bench.floor(int2_bytes(config, 1, length)), min(baselines.values())
+    task = f"chunk of {tokens}"
+    rows = [Row(bench.model, task, f"BF16 {name}", 1, length, time) for name, time in baselines.items()]
+    for name, kernel in CHUNK_KERNELS.items():
+        call = functools.partial(kernel, query, key, key, cache, bench.rotation, **options)
+        time = median_time(call, bench.repetitions)
+        rows.append(Row(bench.model, task, f"INT2 {name}", 1, length, time, floor, best))
+    return rows
 
 
 def distinct_layers(size: int) -> int:

@@ -18,8 +18,8 @@ Mosaic append|oscar_|parity_tests/test_append_mosaic.py -k "test_unusual_states_
 Mosaic prefill|oscar_|parity_tests/test_mosaic.py -k "test_prefill_on_device and 2-64-64"
 Triton decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_triton"
 Gluon decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
-Triton prefill|_chunk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_chunk"
-Triton, Gluon quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and 64"
+Triton, Gluon chunk|_rotate_kernel,_history_kernel,_chunk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_chunk and (5000 or lengths2)"
+Triton, Gluon quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and (64 or 256)"
 Triton, Gluon append|_append_kernel|parity_tests/test_triton.py -k "TestOnGpu and append_token and 64"
 '
 cases=$(grep -E "^[^|]*(${2:-.})[^|]*\|" <<<"$cases")

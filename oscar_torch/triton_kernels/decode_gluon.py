@@ -114,14 +114,20 @@ HALVES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 
 
 
 # Blocks per multiprocessor for up to 4, 8 and 16 query heads per key/value head: what registers allow, less
-# one for 4 heads of 128 channels. Microseconds in all on an H200, 8 key/value heads, at batch 8 and 1 with
-# 102400 tokens and at batch 32 with 32768: 119.6, 23.8, 170.8; four blocks take 1 more, as much, 1 more.
-# Not compared: 16 heads, and 4 heads of 64 channels.
+# one for 4 heads of 128 channels (a fourth takes 1 % more). Not compared: 16 heads, 4 heads of 64 channels.
 BLOCKS = {64: (4, 3, 2), 128: (3, 2, 2), 256: (2, 2, 2)}
-# Three pages to a ring took 126.0, 28.3, 179.9 (an earlier version: 120.6, 27.7, 169.4 with two). Loading is
-# the limit, and more of it at a time does not make memory faster.
+# Three pages to a ring took 126.0 us instead of 120.6 at batch 8: loading is the limit, and more of it at a
+# time does not make memory faster.
 RING_PAGES = 2
-WINDOW_PAGES = 8  # the work of one BF16 page in INT2 pages; 6 to 12 differ by 1 %
+
+
+def _window_pages(batch: int) -> int:
+    """The work of one BF16 page in INT2 pages; more where pieces are short and its latency counts.
+
+    Microseconds in all on an H200, 8 key/value heads, batch 1 and 8 with 102400 tokens, batch 32 with 32768:
+    8 pages take 25.0, 118.1, 167.7; 12 pages take 24.8, 118.5, 168.9.
+    """
+    return 12 if batch == 1 else 8
 
 
 def _blocks(head_dim: int, padded_group: int) -> int:
@@ -1031,7 +1037,7 @@ def decode_attention(
     if 16 * aligned >= 15 * pieces:
         pieces = aligned
     plan = plain.plan_decode(
-        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=WINDOW_PAGES
+        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=_window_pages(batch)
     )
     plain.check_sinks(plan, sink_logits)
     query = query.contiguous()
