@@ -212,15 +212,7 @@ def _scale_layout():
 
 @gluon.constexpr_function
 def _limb_layout(padded_group: int, words: int):
-    """[2 GP, 4 c, words, 4 bytes, 4 parts]: lane (g, c) holds its words' channels of column g (and g + 8)."""
-    registers = [*_bits(4, 4), *_bits(3, 4), *_bits(2, words)]
-    registers += [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
-    return _linear([2 * padded_group, 4, words, 4, 4], registers, _lanes(0, 1))
-
-
-@gluon.constexpr_function
-def _limb_byte_layout(padded_group: int, words: int):
-    """`_limb_layout` with the last two axes exchanged: [2 GP, 4 c, words, 4 parts, 4 bytes]."""
+    """[2 GP, 4 c, words, 4 bytes, 4 parts], or parts before bytes: lane (g, c) holds column g (and g + 8)."""
     registers = [*_bits(4, 4), *_bits(3, 4), *_bits(2, words)]
     registers += [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
     return _linear([2 * padded_group, 4, words, 4, 4], registers, _lanes(0, 1))
@@ -513,8 +505,8 @@ def _fixed_query(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr
     total = gl.sum((fixed * weight).reshape([2 * GP, D]), 1)
     bias = (start.to(gl.int32, bitcast=True) * (5 * D // 2)).reshape([2 * GP])  # half the weights are 4
     total -= gl.convert_layout(bias, total.type.layout)
-    fixed = gl.convert_layout(fixed.permute((0, 1, 2, 4, 3)), _limb_byte_layout(GP, words))
-    selector = _iota(_limb_byte_layout(GP, words), 5, 0, 2 * GP)
+    fixed = gl.convert_layout(fixed.permute((0, 1, 2, 4, 3)), layout)
+    selector = _iota(layout, 5, 0, 2 * GP)
     selector = gl.where((selector & 1) == 1, 0x40, 0x51).broadcast_to(fixed.shape)
     limb = gl.inline_asm_elementwise(
         LIMB_BYTES, "=r,r,r,r,r,r,r,r,r", [fixed, selector], dtype=gl.int8, is_pure=True, pack=4
