@@ -1,8 +1,7 @@
-"""Launch plans of the Mosaic GPU kernels: small frozen tables for the device they name."""
+"""Launch plans of the Mosaic GPU kernels: small frozen tables, measured on an H200."""
 
 import dataclasses
 
-DEVICE = "NVIDIA H200"
 MULTIPROCESSORS = 132
 
 

@@ -48,7 +48,6 @@ HEAD_DIMS = (64, 128, 256)
 HOPPER = 9
 PAGE = gl.constexpr(fmt.PAGE_TOKENS)
 QUERY_RANGE = gl.constexpr(32000.0)  # |query| in integer steps: the high byte stays inside -128 .. 127
-LOG2_E = gl.constexpr(plain.LOG2_E)
 EMPTY = gl.constexpr(-1.0e30)  # running maximum before the first page
 HIDDEN = gl.constexpr(-3.0e38)  # score of a token outside the sliding window
 SLACK = gl.constexpr(2.0**24)  # the maximum only moves when P, summed over a lane's tokens, exceeds this
@@ -855,20 +854,6 @@ def _add(a, b):
     return a + b
 
 
-@gluon.jit
-def _first_page(oldest, history, SINK_PAGES: gl.constexpr):
-    """The first history page that holds a token from `oldest` on."""
-    return gl.minimum(gl.maximum(oldest // PAGE - SINK_PAGES, 0), history)
-
-
-@gluon.jit
-def _piece_start(piece, total, pieces):
-    """Where a piece of the line of work begins, as in `decode_triton`."""
-    pieces = gl.minimum(pieces, total)
-    piece = gl.minimum(piece, pieces)
-    return piece * (total // pieces) + piece * (total % pieces) // pieces
-
-
 @gluon.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_table"])
 def _stage_kernel(
     query_ptr, rotated_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr,
@@ -905,12 +890,12 @@ def _stage_kernel(
     load = gl.load(history_ptr + index, mask=index < batch, other=0)
     if SLIDING:
         lengths = gl.load(lengths_ptr + index, mask=index < batch, other=0)
-        load -= _first_page(gl.maximum(lengths - sliding_window, 0), load, SINK_PAGES)
+        load -= plain.first_page(gl.maximum(lengths - sliding_window, 0), load, SINK_PAGES)
     load = gl.where(index < batch, load + WINDOW, 0)
     total = gl.sum(load, 0)
     head = gl.program_id(0) % K
-    x = _piece_start(gl.program_id(0) // K, total, pieces)
-    end = _piece_start(gl.program_id(0) // K + 1, total, pieces)
+    x = plain.piece_start(gl.program_id(0) // K, total, pieces)
+    end = plain.piece_start(gl.program_id(0) // K + 1, total, pieces)
     earlier = gl.associative_scan(load, 0, _add) <= x
     b = gl.sum(earlier.to(gl.int32), 0)
     start = gl.sum(gl.where(earlier, load, 0), 0)
@@ -925,7 +910,7 @@ def _stage_kernel(
         length = gl.load(lengths_ptr + b)
         history = gl.load(history_ptr + b)
         oldest = gl.maximum(length - sliding_window, 0) if SLIDING else 0
-        first = _first_page(oldest, history, SINK_PAGES) if SLIDING else 0
+        first = plain.first_page(oldest, history, SINK_PAGES) if SLIDING else 0
         row_end = start + WINDOW + history - first
         # This warp's share [low, high) of the sequence.
         share = gl.minimum(end, row_end) - x

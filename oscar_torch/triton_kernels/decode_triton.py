@@ -61,7 +61,7 @@ TUNING = {
 
 
 @triton.jit
-def _widen(raw):
+def widen(raw):
     """bf16 bits (int16) -> float32."""
     return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
@@ -127,7 +127,7 @@ def _rotate_kernel(
                 gdc_wait()
             weight = tl.load(weight_ptr + row, mask=n < batch * G, other=0.0)
             out = tl.load(added_ptr + place, mask=inside, other=0.0)
-            out += weight[:, None] * _widen(mean)[None, :]
+            out += weight[:, None] * widen(mean)[None, :]
         mask = (n < batch * G)[:, None] & (c < D)[None, :]
         part = tl.load(rows_ptr + row[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
         out = _add_product(out, part, matrix, EXACT_ROWS)
@@ -135,7 +135,7 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _first_page(oldest, history, SINK_PAGES: tl.constexpr):
+def first_page(oldest, history, SINK_PAGES: tl.constexpr):
     """The first history page that holds a token from `oldest` on."""
     return tl.minimum(tl.maximum(oldest // PAGE - SINK_PAGES, 0), history)
 
@@ -150,12 +150,12 @@ def _pages_to_read(
     history = tl.load(history_ptr + index, mask=index < batch, other=0)
     if SLIDING:
         length = tl.load(lengths_ptr + index, mask=index < batch, other=0)
-        history -= _first_page(tl.maximum(length - sliding_window, 0), history, SINK_PAGES)
+        history -= first_page(tl.maximum(length - sliding_window, 0), history, SINK_PAGES)
     return tl.where(index < batch, history + WINDOW, 0)
 
 
 @triton.jit
-def _piece_start(piece, total, pieces):
+def piece_start(piece, total, pieces):
     """Where a piece begins: piece * total / pieces, rounded down. Of little work there are fewer pieces."""
     pieces = tl.minimum(pieces, total)
     piece = tl.minimum(piece, pieces)
@@ -248,7 +248,7 @@ def _prepare_pages(
         for chunk in tl.static_range(0, DP, CHUNK):
             c = chunk + tl.arange(0, CHUNK)
             mask = valid[:, None] & (c < D)[None, :]
-            mean = _widen(tl.load(mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0))
+            mean = widen(tl.load(mean_ptr + physical[:, None] * D + c[None, :], mask=mask, other=0))
             mask = (c < D)[:, None] & (rows < G)[None, :]
             q = tl.load(query_ptr + rows[None, :] * D + c[:, None], mask=mask, other=0.0).to(tl.float32)
             # bf16 is exact in TF32, a float32 query in two of them.
@@ -262,7 +262,7 @@ def _prepare_pages(
             page_score_ptr + page[:, None] * ROWS + rows[None, :], scores * softmax_scale, mask=valid[:, None]
         )
     tl.debug_barrier()  # other threads read what this one has written
-    return _widen(tl.max(largest, 0))
+    return widen(tl.max(largest, 0))
 
 
 @triton.jit
@@ -347,8 +347,8 @@ def _history_part(
             value_halves = tl.load(
                 value_ptr, mask=(channels < D)[:, None] & (value_half >= 0)[None, :], other=0
             )
-        key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + token))
-        value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + token))
+        key_scale = widen(tl.load(key_scale_ptr + physical * PAGE + token))
+        value_scale = widen(tl.load(value_scale_ptr + physical * PAGE + token))
         first_score = tl.load(page_score_ptr + page * ROWS + rows) * inverse_unit
         second_score = tl.load(page_score_ptr + other * ROWS + rows) * inverse_unit
         second_score = tl.where(page + 1 < high, second_score, -1e30)
@@ -415,8 +415,8 @@ def _window_part(
         visible = (token < length) & (token >= oldest)
         mask = visible[:, None] & (channels < D)[None, :]
         row_offset = offset + row[:, None] * D + channels[None, :]
-        key = _widen(tl.load(window_key_ptr + row_offset, mask=mask, other=0))
-        value = _widen(tl.load(window_value_ptr + row_offset, mask=mask, other=0))
+        key = widen(tl.load(window_key_ptr + row_offset, mask=mask, other=0))
+        value = widen(tl.load(window_value_ptr + row_offset, mask=mask, other=0))
         score = _dot_exact(q, tl.trans(key), tl.zeros((ROWS, STEP), tl.float32))
         score = tl.where(visible[None, :], score, -1e30)
         m_new = tl.maximum(m, tl.max(score, 1))
@@ -450,8 +450,8 @@ def _stage_kernel(
     )
     total = tl.sum(load, 0)
     head = program % K
-    x = _piece_start(program // K, total, pieces)
-    end = _piece_start(program // K + 1, total, pieces)
+    x = piece_start(program // K, total, pieces)
+    end = piece_start(program // K + 1, total, pieces)
     earlier = tl.cumsum(load, 0) <= x
     b = tl.sum(earlier.to(tl.int32), 0)
     start = tl.sum(tl.where(earlier, load, 0), 0)
@@ -460,7 +460,7 @@ def _stage_kernel(
         length = tl.load(lengths_ptr + b)
         history = tl.load(history_ptr + b)
         oldest = tl.maximum(length - sliding_window, 0) if SLIDING else 0
-        first = _first_page(oldest, history, SINK_PAGES) if SLIDING else 0
+        first = first_page(oldest, history, SINK_PAGES) if SLIDING else 0
         row_end = start + WINDOW + history - first
         low = x - start
         high = tl.minimum(end, row_end) - start
@@ -564,7 +564,7 @@ def _merge_kernel(
     window = tl.sum(window * slot_weight[:, None], 0) * inverse
     place = tl.program_id(1) * D + columns
     if ROTATE:
-        out = tl.sum(history[:, None] * transform, 0) + window + weight * _widen(mean)
+        out = tl.sum(history[:, None] * transform, 0) + window + weight * widen(mean)
         tl.store(out_ptr + place, out, mask=columns < D)
     else:
         tl.store(out_ptr + tl.program_id(1) * D + channels, history, mask=channels < D)
@@ -708,12 +708,10 @@ def merge(
     rotation,
     sink_logits: torch.Tensor | None,
     dtype: torch.dtype,
-    EARLY: bool = False,
     **launch: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
     """Launches the merge and the rotation back -> [B, N, D] of `dtype`, and the compiled kernels."""
     shape = (plan.batch, plan.heads * plan.group)
-    launch["EARLY"] = EARLY
     if plan.batch * plan.heads * plan.group <= ROWS_OF_ONE_MERGE:
         out = torch.empty((*shape, plan.head_dim), dtype=dtype, device=o.device)
         transform = (rotation.output_transform, rotation.value_mean.view(torch.int16))
@@ -799,7 +797,7 @@ def decode_attention(
         WINDOW_STEP=16, EXACT_QUERY=query.dtype != torch.float32, num_warps=tuning.warps,
         num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
     )  # fmt: skip
-    return merge(plan, o, lse, cache, rotation, sink_logits, dtype)[0]
+    return merge(plan, o, lse, cache, rotation, sink_logits, dtype, EARLY=False)[0]
 
 
 def _padded_dim(head_dim: int) -> int:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .. import cache_format as fmt
 from . import prefill_triton as plain
-from .decode_triton import LOG2_E
+from .decode_triton import LOG2_E, widen
 
 HEAD_DIMS = (64, 128)
 HOPPER = 9
@@ -73,23 +73,6 @@ MULTIPLY_ADD = gl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 def _pack(low, high):
     """Two float32 -> fp16 halves of an int32."""
     return gl.inline_asm_elementwise(PACK, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _widen(raw):
-    """bf16 bits (int16) -> float32."""
-    return (raw.to(gl.int32) << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _power(exponent):
-    """2 ** exponent as float32."""
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _code_of(column):
-    return column // 16 * 16 + column % 16 // 2 + column % 2 * 8
 
 
 @gluon.jit
@@ -170,7 +153,7 @@ def _load_keys(first, second, codes_ptr, scale_ptr, D: gl.constexpr):
     """Words [128, D / 16] and scales [128] of two pages."""
     row = gl.arange(0, STEP, layout=gl.SliceLayout(1, KEY_WORDS))
     word = gl.arange(0, D // 16, layout=gl.SliceLayout(0, KEY_WORDS))
-    token = _code_of(row) % PAGE
+    token = plain.code_of(row) % PAGE
     physical = gl.where(row < PAGE, first, second)
     start = physical * (PAGE * D // 16) + token * (D // 16)
     words = gl.load(codes_ptr + (gl.expand_dims(start, 1) + gl.expand_dims(word, 0)))
@@ -245,8 +228,8 @@ def _producer(
         if step % (BLOCK // 2) == 0:
             key_exponent = _block_exponent(table_ptr, page, end, head, key_scale_ptr, K)
             value_exponent = _block_exponent(table_ptr, page, end, head, value_scale_ptr, K)
-            key_down = _power(-key_exponent - SCALE_BITS)
-            value_down = _power(-value_exponent - SCALE_BITS)
+            key_down = plain.power(-key_exponent - SCALE_BITS)
+            value_down = plain.power(-value_exponent - SCALE_BITS)
             mean = _load_means(table_ptr, page, end, head, mean_ptr, K, D)
             mbarrier.wait(means_empty, (step // (BLOCK // 2) & 1) ^ 1)
             none = gl.full([ROWS], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
@@ -255,7 +238,7 @@ def _producer(
             means.store(mean)
             _publish(means_full)
         row = gl.arange(0, STEP, layout=gl.SliceLayout(1, KEY_WORDS))
-        key_scale = gl.where(page + row // PAGE < end, _widen(key_next) * key_down, 0.0)
+        key_scale = gl.where(page + row // PAGE < end, widen(key_next) * key_down, 0.0)
         words = words_next
         words_v = words_v_next
         s0, s1, s2, s3, s4, s5, s6, s7 = n0, n1, n2, n3, n4, n5, n6, n7
@@ -310,7 +293,7 @@ def _consumer(
     live = row < tokens * G
     unit = gl.load(unit_ptr + flat + row, mask=live, other=1.0)
     oldest = position + row // G - sliding_window + 1
-    token = _code_of(gl.arange(0, PAGE, layout=gl.SliceLayout(0, SCORES)))
+    token = plain.code_of(gl.arange(0, PAGE, layout=gl.SliceLayout(0, SCORES)))
     page_scores = scores._reinterpret(gl.float32, [BLOCK, ROWS], FLAT)
     m = gl.full([ROWS], UNSEEN, gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
@@ -333,12 +316,12 @@ def _consumer(
             mbarrier.wait(means_full, phase)
             mean_tile = means._reinterpret(gl.bfloat16, [BLOCK, D], HALVES).permute((1, 0))
             mean_score = warpgroup_mma(queries, mean_tile, no_means, use_acc=False)
-            factor = unit * _power(exponents.index(0).load(ROW) + SCALE_BITS)
+            factor = unit * plain.power(exponents.index(0).load(ROW) + SCALE_BITS)
             exponent = exponents.index(1).load(ROW)
             mbarrier.arrive(means_empty, count=1)
             exists = page + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, MEAN_SCORES)) < end
             scores.store(gl.where(gl.expand_dims(exists, 0), mean_score * softmax_scale, UNSEEN))
-            change = _power(last_exponent - exponent)
+            change = plain.power(last_exponent - exponent)
             acc *= gl.expand_dims(gl.convert_layout(change, output_row), 1)
             last_exponent = exponent
 
@@ -384,7 +367,7 @@ def _consumer(
     gl.store(state_ptr + place, m, mask=live)
     place = (piece.to(gl.int64) + pieces) * all_rows + flat + row
     gl.store(state_ptr + place, l, mask=live)
-    acc *= gl.expand_dims(gl.convert_layout(_power(last_exponent + SCALE_BITS), output_row), 1)
+    acc *= gl.expand_dims(gl.convert_layout(plain.power(last_exponent + SCALE_BITS), output_row), 1)
     row = start + gl.arange(0, ROWS, layout=output_row)
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, output))
     place = piece.to(gl.int64) * all_rows + flat + row

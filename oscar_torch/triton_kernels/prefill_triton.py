@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .. import cache_format as fmt
 from ..config import ShapeError
-from .decode_triton import LOG2_E, MAX_GROUP
+from .decode_triton import LOG2_E, MAX_GROUP, widen
 from .quantize_triton import check_device, rotation_stride
 
 PAGE = tl.constexpr(fmt.PAGE_TOKENS)
@@ -50,12 +50,6 @@ TILES = {
     256: Tile(rows=32, pages=1, chunk=32, warps=8, stages=1),
     512: Tile(rows=16, pages=1, chunk=32, warps=8, stages=1),
 }
-
-
-@triton.jit
-def _widen(raw):
-    """bf16 bits (int16) -> float32."""
-    return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -139,7 +133,7 @@ def _exponent(scale):
 
 
 @triton.jit
-def _power(exponent):
+def power(exponent):
     """2 ** exponent as float32."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -193,9 +187,9 @@ def _plain_rows(
         value = value.to(tl.bfloat16, bitcast=True)
         acc = tl.dot(low, value, acc=tl.dot(high, value, acc=acc * alpha[:, None]))
     else:
-        score = tl.dot(q, tl.trans(_widen(key)), input_precision="tf32") * softmax_scale
+        score = tl.dot(q, tl.trans(widen(key)), input_precision="tf32") * softmax_scale
         p, alpha, m, l = _softmax_step(score, visible & stored[None, :], m, l)
-        acc = tl.dot(p, _widen(value), acc=acc * alpha[:, None], input_precision="tf32")
+        acc = tl.dot(p, widen(value), acc=acc * alpha[:, None], input_precision="tf32")
     return acc, m, l
 
 
@@ -245,7 +239,7 @@ def _score_means(
             q = tl.load(query_rows + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
             mask = in_history[None, :] & (c < D)[:, None]
             mean = tl.load(mean_ptr + entry[None, :] * D + c[:, None], mask=mask, other=0)
-            scores = tl.dot(q.to(tl.float32), _widen(mean), acc=scores, input_precision="tf32x3")
+            scores = tl.dot(q.to(tl.float32), widen(mean), acc=scores, input_precision="tf32x3")
     return scores
 
 
@@ -279,11 +273,11 @@ def _attend_history(
         entry = tl.load(table_ptr + block + group, mask=in_history, other=0).to(tl.int64) * K + head
         scale_offset = entry[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
         exponent = _exponent(tl.load(key_scale_ptr + scale_offset, mask=in_history[:, None], other=0))
-        key_down = _power(-exponent - SCALE_BITS)
-        factor = unit * _power(exponent + SCALE_BITS)
+        key_down = power(-exponent - SCALE_BITS)
+        factor = unit * power(exponent + SCALE_BITS)
         exponent = _exponent(tl.load(value_scale_ptr + scale_offset, mask=in_history[:, None], other=0))
-        value_down = _power(-exponent + WEIGHT_BITS)
-        acc *= _power(value_exponent - exponent)
+        value_down = power(-exponent + WEIGHT_BITS)
+        acc *= power(value_exponent - exponent)
         value_exponent = exponent
         scores = _score_means(
             query_rows, live, key_page_mean_ptr, entry, in_history, ROWS, D, DP, CHUNK, BLOCK, BF16
@@ -295,9 +289,9 @@ def _attend_history(
             # A step past the history reads the padding page; its score hides it.
             of_token = page + token // PAGE
             physical = tl.load(table_ptr + of_token, mask=of_token < history, other=0).to(tl.int64) * K + head
-            key_scale = _widen(tl.load(key_scale_ptr + physical * PAGE + row_in_page)) * key_down
+            key_scale = widen(tl.load(key_scale_ptr + physical * PAGE + row_in_page)) * key_down
             key_scale = tl.where(of_token < history, key_scale, 0.0)
-            value_scale = _widen(tl.load(value_scale_ptr + physical * PAGE + row_in_page)) * value_down
+            value_scale = widen(tl.load(value_scale_ptr + physical * PAGE + row_in_page)) * value_down
             value_scale = tl.where(of_token < history, value_scale, 0.0)
             key_row = physical * (PAGE * D // 16) + row_in_page * (D // 16)
             key_mask = (token >= 0)[:, None] & (word < D // 16)[None, :]
@@ -332,7 +326,7 @@ def _attend_history(
             codes = _settle(unpack_codes(value_words, scale, DP, PAGES * PAGE, COMPILED), COMPILED)
             weight = (p * value_scale[None, :]).to(tl.float16)
             acc = tl.dot(weight, tl.trans(codes), acc=acc * alpha[:, None])
-    return acc * _power(value_exponent + SCALE_BITS - WEIGHT_BITS), m, l
+    return acc * power(value_exponent + SCALE_BITS - WEIGHT_BITS), m, l
 
 
 @triton.jit
@@ -414,7 +408,7 @@ def _chunk_kernel(
         acc = _times_matrix(out_rows, live, matrix_ptr, ROWS, D, DP, CHUNK, COMPILED)
         tl.debug_barrier()
         mean_offset = head * stride_rotation * D + channels
-        value_mean = _widen(tl.load(value_mean_ptr + mean_offset, mask=channels < D, other=0))
+        value_mean = widen(tl.load(value_mean_ptr + mean_offset, mask=channels < D, other=0))
         acc += l[:, None] * value_mean[None, :]
 
     q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)

@@ -46,7 +46,6 @@ from .quantize_gluon_steps import (
 )
 from .quantize_triton import CLEAN_BITS, CODES, MULTIPLIER_SHIFT, PAGE, SCALE_DOWN
 
-HEAD_DIMS = (64, 128)  # of the kernels here; `quantize_gluon_wide.py` has one for more
 HOPPER = 9
 COLUMNS = gl.constexpr(64)  # of one product: few enough that sums, operands and results stay in registers
 
@@ -306,6 +305,25 @@ def _bulk_role(
     IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Pages program_id(1), program_id(1) + programs, ... of one head and role; rows_ptr is at the head."""
+    if D == wide.D:
+        wide.bulk_role(
+            rows_ptr, stride_page, stride_token, head, num_pages, transform_ptr, multiplier_ptr,
+            stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K,
+        )  # fmt: skip
+    else:
+        _bulk_pages(
+            rows_ptr, stride_page, stride_token, head, num_pages, transform_ptr, multiplier_ptr,
+            stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _bulk_pages(
+    rows_ptr, stride_page, stride_token, head, num_pages,
+    transform_ptr, multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr,
+    IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """`_bulk_role` for pages that are worked on one after the other."""
     rotation = head * stride_rotation
     multiplier = gl.load(multiplier_ptr + rotation)
     t_high, t_low, tile, mean, scratch, sums, mean_top = _role_memory(
@@ -438,26 +456,26 @@ def _append_kernel(
 
 # ------------------------------------------------------------------------------------------ entry points
 
-# Programs per multiprocessor and registers per thread that so many leave each other. Four do not fit the
-# products of 128 channels without spills; with 64 channels four take 300 us where three take 305 on an H200.
-PROGRAMS, REGISTERS = 3, 168
+# Programs per multiprocessor, warps of a program and registers per thread, by head_dim. Four programs do not
+# fit the products of 128 channels without spills; with 64 channels four take 300 us, three 305 (H200).
+PLANS = {64: (3, 4, 168), 128: (3, 4, 168), 256: (1, 8, 255)}
+APPEND_HEAD_DIMS = (64, 128)
 
 
 def _launch(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
     heads = constants["K"]
-    programs = plain.bulk_programs(arguments[0].device, arguments[5], heads, PROGRAMS)
-    _bulk_kernel[(heads, programs, roles)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
+    resident, warps, registers = PLANS[constants["D"]]
+    programs = plain.bulk_programs(arguments[0].device, arguments[5], heads, resident)
+    _bulk_kernel[(heads, programs, roles)](*arguments, **constants, num_warps=warps, maxnreg=registers)
 
 
 def _launch_for(rows: torch.Tensor) -> plain.Launch:
-    """Starts the bulk kernel that serves pages of these rows."""
+    """How pages of these rows are quantized, if they can be."""
     plain.check_device(rows, HOPPER)
-    if rows.shape[-1] in wide.HEAD_DIMS:
-        return wide.launch
-    if rows.shape[-1] in HEAD_DIMS:
-        return _launch
-    served = (*HEAD_DIMS, *wide.HEAD_DIMS)
-    raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {served}")
+    if rows.shape[-1] not in PLANS:
+        served = tuple(PLANS)
+        raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {served}")
+    return _launch
 
 
 def quantize_key_pages(
@@ -484,8 +502,10 @@ def quantize_page_pair(
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`quantize_triton.append_token`; raises NotImplementedError too for a head_dim not served."""
     plain.check_device(cache.window_key, HOPPER)
-    if cache.config.head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim = {cache.config.head_dim}: Gluon appends with {HEAD_DIMS}")
+    head_dim = cache.config.head_dim
+    if head_dim not in APPEND_HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {APPEND_HEAD_DIMS}")
     parts = 2 * cache.config.num_key_value_heads
     arguments, constants = plain.append_arguments(cache, rotation, key, value, new_lengths, parts)
-    _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
+    _, warps, registers = PLANS[head_dim]
+    _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=warps, maxnreg=registers)

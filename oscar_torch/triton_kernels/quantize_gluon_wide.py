@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import quantize_triton as plain
 from .quantize_gluon_steps import (
     BF16_LIMIT,
     LIMBS,
@@ -48,8 +47,7 @@ from .quantize_gluon_steps import (
 )
 from .quantize_triton import CLEAN_BITS, CODES, MULTIPLIER_SHIFT, PAGE, SCALE_DOWN
 
-HEAD_DIMS = (256,)
-D = gl.constexpr(HEAD_DIMS[0])
+D = gl.constexpr(256)
 HALF = gl.constexpr(D.value // 2)  # channels of one product, columns of a warpgroup, pairs of a row
 UP = gl.constexpr("cvt.rp.f32.s32 $0, $1;")  # a bound above 2**24 must not become an entry's 2**24
 
@@ -262,7 +260,7 @@ def _copy_tile(rows_ptr, stride_token, tile, valid):
 
 
 @gluon.jit
-def _bulk_role(
+def bulk_role(
     rows_ptr, stride_page, stride_token, head, num_pages,
     transform_ptr, multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr,
     IS_KEY: gl.constexpr, K: gl.constexpr,
@@ -354,37 +352,3 @@ def _bulk_role(
         small = warpgroup_mma_wait(1, deps=[small])
         y = small >> 8
         large = warpgroup_mma_wait(0, deps=[large])
-
-
-@gluon.jit
-def _bulk_kernel(
-    key_ptr, value_ptr, stride_page, stride_token, stride_head, num_pages,
-    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
-    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
-    FIRST_ROLE: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
-    """Grid (K, programs, roles): keys, then values; values alone with FIRST_ROLE = 1."""
-    head = gl.program_id(0)
-    if gl.program_id(2) + FIRST_ROLE == 0:
-        _bulk_role(
-            key_ptr + head * stride_head, stride_page, stride_token, head, num_pages,
-            key_transform_ptr, key_multiplier_ptr, stride_rotation, key_page_mean_ptr, key_codes_ptr,
-            key_scale_ptr, True, K,
-        )  # fmt: skip
-    else:
-        _bulk_role(
-            value_ptr + head * stride_head, stride_page, stride_token, head, num_pages,
-            value_transform_ptr, value_multiplier_ptr, stride_rotation, value_mean_ptr, value_codes_ptr,
-            value_scale_ptr, False, K,
-        )  # fmt: skip
-
-
-OPTIONS = {"num_warps": 8, "maxnreg": 255}
-
-
-def launch(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
-    """Starts the kernel, one program per multiprocessor: its shared memory is full."""
-    heads = constants["K"]
-    programs = plain.bulk_programs(arguments[0].device, arguments[5], heads, 1)
-    constants = {name: constants[name] for name in ("FIRST_ROLE", "K")}
-    _bulk_kernel[(heads, programs, roles)](*arguments, **constants, **OPTIONS)
