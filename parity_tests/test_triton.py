@@ -7,6 +7,7 @@ it (append, flush) and the attention kernels.
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -376,6 +377,58 @@ class TestErrors:
         query = torch.from_numpy(rng.normal(0, 1, (1, 2, 64)).astype(np.float32))
         got = ops.decode_attention(query, cache.cache, layer_rotation, scale=0.125)
         assert torch.equal(got, attention.decode_attention(query, cache.cache, layer_rotation, scale=0.125))
+
+    @pytest.mark.parametrize(
+        ("capability", "served"),
+        [((7, 5), ()), ((8, 6), ("triton",)), ((9, 0), ("gluon", "triton")), ((10, 0), ("triton",))],
+    )
+    def test_capability_decides(
+        self,
+        capability: tuple[int, int],
+        served: tuple[str, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """What None takes on a GPU, with a line in the log where that is not Gluon; names refuse the rest."""
+        import torch
+
+        from oscar_torch import ops
+        from oscar_torch.triton_kernels import quantize_triton
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        tensor: Any = SimpleNamespace(device=torch.device("cuda"))
+        with caplog.at_level("INFO"):
+            assert ops._best.__wrapped__(tensor.device) == served
+        number = f"{capability[0]}.{capability[1]}"
+        assert (number in caplog.text) == ("gluon" not in served)
+        checks = {"triton": quantize_triton.check_device, "gluon": quantize_triton.check_hopper}
+        for name, check in checks.items():
+            if name in served:
+                check(tensor)
+            else:
+                with pytest.raises(NotImplementedError, match=number):
+                    check(tensor)
+
+    def test_none_goes_on_where_a_kernel_does_not_serve(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import torch
+
+        from oscar_torch import ops
+
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise NotImplementedError("head_dim 80")
+
+        kernels = {"quantize_gluon": refuse, "quantize_triton": lambda *arguments: "plain Triton"}
+        monkeypatch.setattr(ops, "_best", lambda device: ("gluon", "triton"))
+        monkeypatch.setattr(ops, "_kernel", lambda module, name: kernels[module])
+        pages: Any = torch.zeros(1, 64, 1, 80)
+        with caplog.at_level("INFO"):
+            assert ops.quantize_pages(pages, pages, None) == "plain Triton"
+        assert "gluon does not serve this: head_dim 80" in caplog.text
+        with pytest.raises(NotImplementedError, match="head_dim 80"):
+            ops.quantize_pages(pages, pages, None, implementation="gluon")
 
     @pytest.mark.hopper
     def test_shapes_of_the_gluon_kernel(self) -> None:

@@ -42,10 +42,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import cache_format as fmt
 from . import decode_triton as plain
-from .quantize_triton import check_device
+from .quantize_triton import check_hopper
 
 HEAD_DIMS = (64, 128, 256)
-HOPPER = 9
 PAGE = gl.constexpr(fmt.PAGE_TOKENS)
 QUERY_RANGE = gl.constexpr(32000.0)  # |query| in integer steps: the high byte stays inside -128 .. 127
 EMPTY = gl.constexpr(-1.0e30)  # running maximum before the first page
@@ -999,7 +998,7 @@ def decode_attention(
     head_dim other than 64, 128, 256, more than 16 query heads per key/value head) before anything is
     allocated. CUDA-graph capturable.
     """
-    check_device(query, capability=HOPPER)
+    check_hopper(query)
     if query.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
     group = plain.query_group(query, cache)

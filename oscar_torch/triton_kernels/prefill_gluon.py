@@ -14,8 +14,6 @@ scales as fractions of a power of two of their block of 32 pages. The mean keys 
 product, whose scores wait in shared memory.
 """
 
-import functools
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -30,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .. import cache_format as fmt
 from . import prefill_triton as plain
 from .decode_triton import LOG2_E, widen
+from .quantize_triton import check_hopper
 
 HEAD_DIMS = (64, 128)
-HOPPER = 9
 PAGE = gl.constexpr(fmt.PAGE_TOKENS)
 STEP = gl.constexpr(2 * fmt.PAGE_TOKENS)  # tokens that one slot of a ring holds
 BLOCK = gl.constexpr(32)  # pages whose mean keys make one product
@@ -446,15 +444,6 @@ def _history_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper device. Raises NotImplementedError for any other."""
-    major = torch.cuda.get_device_capability(device)[0]
-    if major != HOPPER:
-        raise NotImplementedError(f"compute capability {major}, this kernel serves {HOPPER}")
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def chunk_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -479,7 +468,8 @@ def chunk_attention(
         raise NotImplementedError(f"head_dim {head_dim}, the kernel serves {HEAD_DIMS}")
     if query.dtype != torch.bfloat16:
         raise NotImplementedError(f"queries of {query.dtype}, the kernel serves torch.bfloat16")
-    processors = _processors(query.device)
+    check_hopper(query)
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     query = query.contiguous()
     batch, tokens = query.shape[:2]
     rotated = plain.rotate(query, cache, rotation, scale)

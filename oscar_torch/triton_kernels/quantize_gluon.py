@@ -46,7 +46,6 @@ from .quantize_gluon_steps import (
 )
 from .quantize_triton import CLEAN_BITS, CODES, MULTIPLIER_SHIFT, PAGE, SCALE_DOWN
 
-HOPPER = 9
 COLUMNS = gl.constexpr(64)  # of one product: few enough that sums, operands and results stay in registers
 
 
@@ -471,7 +470,7 @@ def _launch(arguments: tuple, roles: int, constants: dict[str, int]) -> None:
 
 def _launch_for(rows: torch.Tensor) -> plain.Launch:
     """How pages of these rows are quantized, if they can be."""
-    plain.check_device(rows, HOPPER)
+    plain.check_hopper(rows)
     if rows.shape[-1] not in PLANS:
         served = tuple(PLANS)
         raise NotImplementedError(f"head_dim = {rows.shape[-1]}: the Gluon quantizer serves {served}")
@@ -501,7 +500,7 @@ def quantize_page_pair(
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`quantize_triton.append_token`; raises NotImplementedError too for a head_dim not served."""
-    plain.check_device(cache.window_key, HOPPER)
+    plain.check_hopper(cache.window_key)
     head_dim = cache.config.head_dim
     if head_dim not in APPEND_HEAD_DIMS:
         raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {APPEND_HEAD_DIMS}")

@@ -704,15 +704,26 @@ def rotation_stride(rotation_heads: int, num_heads: int) -> int:
     return 0 if rotation_heads == 1 else 1
 
 
-def check_device(tensor: torch.Tensor, capability: int = 8) -> None:
+def check_device(tensor: torch.Tensor) -> None:
     """Raises NotImplementedError unless compiled Triton (or its interpreter) can reach the tensor."""
     if triton.knobs.runtime.interpret and tensor.device.type == "cpu":
         return
+    major, minor = _capability(tensor)
+    if major < 8:
+        raise NotImplementedError(f"compute capability {major}.{minor}, needed: 8.0 or newer")
+
+
+def check_hopper(tensor: torch.Tensor) -> None:
+    """Raises NotImplementedError unless the tensor is on a Hopper GPU: newer ones lack its wgmma."""
+    major, minor = _capability(tensor)
+    if major != 9:
+        raise NotImplementedError(f"compute capability {major}.{minor}, the Gluon kernels serve 9.0 (Hopper)")
+
+
+def _capability(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.device.type != "cuda":
         raise NotImplementedError(f"Triton kernels need a CUDA tensor, got device {tensor.device}")
-    major, minor = torch.cuda.get_device_capability(tensor.device)
-    if major < capability:
-        raise NotImplementedError(f"compute capability {major}.{minor}, needed: {capability}.0 or newer")
+    return torch.cuda.get_device_capability(tensor.device)
 
 
 # Starts a bulk kernel: its arguments, the number of roles (keys, values) and its constants.
