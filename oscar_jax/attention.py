@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import cache_format as fmt
-from .config import ShapeError
+from .core import cache_format as fmt
+from .core.errors import ShapeError
 from .layer_cache import DenseCache, LayerCache
 from .packing import unpack_key_codes, unpack_value_codes
 

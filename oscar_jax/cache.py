@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from . import cache_format as fmt
 from . import ops
-from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
+from .core import cache_format as fmt
+from .core.config import CacheConfig
+from .core.errors import CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
 from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import cache_format as fmt
-from .config import CheckpointError, ConfigError
+from .core import cache_format as fmt
+from .core.errors import CheckpointError, ConfigError
 from .models.cached_attention import CachedAttention, allocate_model_cache, int2_layers, model_live_bytes
 from .models.config import ModelConfig
 from .models.decoder import Decoder
-from .rotation import LayerRotation, RotationSet
+from .rotations.rotation import LayerRotation, RotationSet
 
 PREFILL_CHUNK = 512  # tokens; chunk boundaries lie on multiples of it
 DECODE_BLOCK = 8  # tokens generated per dispatch, and so the grain of streaming

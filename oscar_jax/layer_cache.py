@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from . import cache_format as fmt
-from .config import CacheConfig
+from .core import cache_format as fmt
+from .core.config import CacheConfig
 
 PAGE = fmt.PAGE_TOKENS
 

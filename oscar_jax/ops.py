@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from . import attention, quantize
-from .config import ConfigError
+from .core.errors import ConfigError
 from .layer_cache import LayerCache
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
@@ -23,7 +23,7 @@ def quantize_pages(
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     return _choose(
         implementation,
-        lambda: _mosaic("quantize_mosaic_gpu").quantize_page_pair,
+        lambda: _mosaic("quantize").quantize_page_pair,
         quantize.quantize_page_pair,
         key_pages,
         value_pages,
@@ -44,7 +44,7 @@ def append_token(
 
     Returns None where the choice of implementation means the reference.
     """
-    kernel = lambda: _mosaic("append_mosaic_gpu").append_token  # noqa: E731
+    kernel = lambda: _mosaic("append").append_token  # noqa: E731
     reference = lambda *_: None  # noqa: E731
     return _choose(implementation, kernel, reference, cache, rotation, key, value, new_lengths)
 
@@ -56,7 +56,7 @@ def decode_attention(
     kernel = None
     if isinstance(cache, LayerCache):
         kernel = lambda: functools.partial(  # noqa: E731
-            _mosaic("decode_mosaic_gpu").decode_attention, dtype=query.dtype
+            _mosaic("decode").decode_attention, dtype=query.dtype
         )
     out = _choose(implementation, kernel, attention.decode_attention, query, cache, rotation, **options)
     return out.astype(query.dtype)
@@ -75,7 +75,7 @@ def chunk_attention(
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
     kernel = None
     if isinstance(cache, LayerCache):
-        kernel = lambda: _mosaic("prefill_mosaic_gpu").chunk_attention  # noqa: E731
+        kernel = lambda: _mosaic("prefill").chunk_attention  # noqa: E731
     reference = attention.chunk_attention
     out = _choose(implementation, kernel, reference, query, key, value, cache, rotation, **options)
     return out.astype(query.dtype)
@@ -85,7 +85,7 @@ def _mosaic(name: str) -> Any:
     """A kernel module, imported on first use: Mosaic GPU is not part of every JAX build."""
     import importlib
 
-    return importlib.import_module(f".pallas.{name}", __package__)
+    return importlib.import_module(f".pallas.{name}.mosaic_gpu", __package__)
 
 
 def _choose(

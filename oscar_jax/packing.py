@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import cache_format as fmt
-from .config import ShapeError
+from .core import cache_format as fmt
+from .core.errors import ShapeError
 
 
 def pack_key_codes(codes: jax.Array) -> jax.Array:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import cache_format as fmt
-from .config import DTypeError, ShapeError
+from .core import cache_format as fmt
+from .core.errors import DTypeError, ShapeError
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cache_format as fmt
-from .config import ShapeError
+from .core import cache_format as fmt
+from .core.errors import ShapeError
 from .layer_cache import DenseCache, LayerCache
 from .packing import unpack_key_codes, unpack_value_codes
 

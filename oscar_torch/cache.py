@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cache_format as fmt
 from . import ops
-from .config import CacheConfig, CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
+from .core import cache_format as fmt
+from .core.config import CacheConfig
+from .core.errors import CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
 from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import cache_format as fmt
-from .config import CacheConfig, ShapeError
+from .core import cache_format as fmt
+from .core.config import CacheConfig
+from .core.errors import ShapeError
 
 PAGE = fmt.PAGE_TOKENS
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import attention, quantize
-from .config import ConfigError
+from .core.errors import ConfigError
 from .layer_cache import LayerCache
 
 IMPLEMENTATIONS = ("eager", "triton", "gluon")
@@ -24,20 +24,20 @@ _log = logging.getLogger(__name__)
 # Kernel module and function of every implementation but the reference.
 Kernels = dict[str, tuple[str, str]]
 QUANTIZE_PAGES: Kernels = {
-    "triton": ("quantize_triton", "quantize_page_pair"),
-    "gluon": ("quantize_gluon", "quantize_page_pair"),
+    "triton": ("quantize.triton", "quantize_page_pair"),
+    "gluon": ("quantize.gluon", "quantize_page_pair"),
 }
 APPEND_TOKEN: Kernels = {
-    "triton": ("quantize_triton", "append_token"),
-    "gluon": ("quantize_gluon", "append_token"),
+    "triton": ("append.triton", "append_token"),
+    "gluon": ("append.gluon", "append_token"),
 }
 DECODE_ATTENTION: Kernels = {
-    "triton": ("decode_triton", "decode_attention"),
-    "gluon": ("decode_gluon", "decode_attention"),
+    "triton": ("decode.triton", "decode_attention"),
+    "gluon": ("decode.gluon", "decode_attention"),
 }
 CHUNK_ATTENTION: Kernels = {
-    "triton": ("prefill_triton", "chunk_attention"),
-    "gluon": ("prefill_gluon", "chunk_attention"),
+    "triton": ("prefill.triton", "chunk_attention"),
+    "gluon": ("prefill.gluon", "chunk_attention"),
 }
 
 

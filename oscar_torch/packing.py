@@ -7,8 +7,8 @@ along tokens: 16 codes a word, code i at bits 2i and 2i + 1, words in natural or
 import torch
 from torch import Tensor
 
-from . import cache_format as fmt
-from .config import ShapeError
+from .core import cache_format as fmt
+from .core.errors import ShapeError
 
 
 def pack_key_codes(codes: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests.implementations import FRAMEWORKS, IMPLEMENTATIONS, Framework, Implementation
+from parity_tests.conformance.frameworks import FRAMEWORKS, Framework
+from parity_tests.conformance.implementations import IMPLEMENTATIONS, Implementation
 
 # Several frameworks and test processes share the device and the processor.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

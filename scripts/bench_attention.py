@@ -27,17 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 from bench_cases import BATCHES, LAYERS, LENGTHS, QUICK, SHAPES
 
-from oscar_jax import cache_format as fmt
 from oscar_jax import ops
 from oscar_jax.cache import append_rows
-from oscar_jax.config import CacheConfig
+from oscar_jax.core import cache_format as fmt
+from oscar_jax.core.config import CacheConfig
 from oscar_jax.layer_cache import LayerCache
-from oscar_jax.rotation import LayerRotation, hadamard_rotation
+from oscar_jax.rotations.rotation import LayerRotation, hadamard_rotation
 
 COLD_BYTES = 300 << 20  # several times any L2
 PER_SEQUENCE = ("page_table", "window_table", "lengths", "history_pages")  # fields of a cache
 INT2_KERNELS = {
-    "mosaic_gpu": "oscar_jax.pallas.decode_mosaic_gpu",
+    "mosaic_gpu": "oscar_jax.pallas.decode.mosaic_gpu",
     "xla": "oscar_jax.attention, compiled by XLA",
 }
 

@@ -32,15 +32,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_torch import attention, ops
 from oscar_torch.cache import allocate_layer_cache
-from oscar_torch.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_bytes
-from oscar_torch.config import CacheConfig
+from oscar_torch.core.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_bytes
+from oscar_torch.core.config import CacheConfig
 from oscar_torch.layer_cache import LayerCache
-from oscar_torch.rotation import LayerRotation
-from oscar_torch.triton_kernels import prefill_gluon, prefill_triton, quantize_gluon, quantize_triton
+from oscar_torch.rotations.rotation import LayerRotation
+from oscar_torch.triton_kernels.prefill import gluon
+from oscar_torch.triton_kernels.prefill import triton as prefill_triton
+from oscar_torch.triton_kernels.quantize import gluon as quantize_gluon
+from oscar_torch.triton_kernels.quantize import triton as quantize_triton
 
 TOLERANCE = 3e-3
 WRITERS = {"gluon": quantize_gluon, "triton": quantize_triton}
-CHUNK_KERNELS = {"gluon": prefill_gluon.chunk_attention, "triton": prefill_triton.chunk_attention}
+CHUNK_KERNELS = {"gluon": gluon.chunk_attention, "triton": prefill_triton.chunk_attention}
 WRITE_BYTES = 1 << 30  # of BF16 keys and values
 COLD_BYTES = 1 << 30  # that a graph reads before it comes back to a cache: many times any L2
 MOST_LAYERS = 64  # of a graph whose caches are small

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 from bench_attention import about, random_cache, sequence_bytes
 from flax import nnx
 
-from oscar_jax import cache_format as fmt
 from oscar_jax import ops
 from oscar_jax.cache import append_rows
+from oscar_jax.core import cache_format as fmt
 from oscar_jax.layer_cache import DenseCache
 from oscar_jax.models.cached_attention import CachedAttention
 from oscar_jax.models.config import ModelConfig, RopeConfig
 from oscar_jax.models.decoder import Decoder
-from oscar_jax.rotation import hadamard_rotation
+from oscar_jax.rotations.rotation import hadamard_rotation
 
 STEPS = 16  # per sample; with the three samples and the one before them every sequence flushes one page
 QUICK_LAYERS = 6

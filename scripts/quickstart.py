@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 import oscar_torch.cache
-import oscar_torch.checkpoint
-from oscar_jax import cache, checkpoint
-from oscar_jax import cache_format as fmt
-from oscar_jax.calibrate import ROTATION_DIRECTORY
-from oscar_jax.cli import main as oscar
-from oscar_jax.rotation import RotationSet, hadamard_rotation
-from parity_tests.capture_rows import capture_rows
+import oscar_torch.rotations.store
+from oscar_jax import cache
+from oscar_jax.calibration.job import ROTATION_DIRECTORY
+from oscar_jax.cli.main import main as oscar
+from oscar_jax.core import cache_format as fmt
+from oscar_jax.rotations import store
+from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
+from parity_tests.conformance.capture_rows import capture_rows
 
 OUT = pathlib.Path("quickstart-out")
 METHODS = "bf16,int2,published,hadamard,naive"
@@ -132,14 +133,14 @@ def compare_frameworks(model_name: str, rotation_directory: pathlib.Path, files:
     (short sliding windows stay BF16 in use) take Hadamard; the whole set travels through one file.
     """
     config, captured = capture_rows(model_name, files, PARITY_TOKENS)
-    fitted = checkpoint.load_rotation_set(rotation_directory)
+    fitted = store.load_rotation_set(rotation_directory)
     plain = hadamard_rotation(config.num_key_value_heads, config.head_dim)
     layers = {layer: fitted.layers.get(layer, plain) for layer in range(config.num_layers)}
     header = dataclasses.replace(fitted.header, layers=tuple(layers))
     path = OUT / "all_layers.safetensors"
-    checkpoint.save_safetensors(RotationSet(header, layers), path)
-    in_jax = checkpoint.load_rotation_set(path)
-    in_torch = oscar_torch.checkpoint.load_rotation_set(path)
+    store.save_safetensors(RotationSet(header, layers), path)
+    in_jax = store.load_rotation_set(path)
+    in_torch = oscar_torch.rotations.store.load_rotation_set(path)
 
     geometry = config.cache_config()
     compared = different = 0

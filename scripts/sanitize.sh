@@ -12,15 +12,15 @@ command -v compute-sanitizer >/dev/null || { echo "sanitize.sh: compute-sanitize
 # kernel | parts of the names of its launches | tests that launch it
 # Only these kernels are instrumented: the reference's own would take minutes, and some of XLA's crash the tool.
 cases='
-Mosaic decode|oscar_|parity_tests/test_mosaic.py -k "test_decode_on_device and 4-128 or test_decode_on_device and 7-64"
-Mosaic quantize|oscar_|parity_tests/test_mosaic.py -k "test_quantize_on_device and 128 and (normal_rows or all_bit_patterns)"
-Mosaic append|oscar_|parity_tests/test_append_mosaic.py -k "test_unusual_states_on_device"
-Mosaic prefill|oscar_|parity_tests/test_mosaic.py -k "test_prefill_on_device and 2-64-64"
-Triton decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_triton"
-Gluon decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
-Triton, Gluon chunk|_rotate_kernel,_history_kernel,_chunk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_chunk and (5000 or lengths2)"
-Triton, Gluon quantize|_bulk_kernel|parity_tests/test_triton.py -k "TestOnGpu and test_page_pair and (64 or 256)"
-Triton, Gluon append|_append_kernel|parity_tests/test_triton.py -k "TestOnGpu and append_token and 64"
+Mosaic decode|oscar_|parity_tests/kernels/test_mosaic.py -k "test_decode_on_device and 4-128 or test_decode_on_device and 7-64"
+Mosaic quantize|oscar_|parity_tests/kernels/test_mosaic.py -k "test_quantize_on_device and 128 and (normal_rows or all_bit_patterns)"
+Mosaic append|oscar_|parity_tests/kernels/test_append_mosaic.py -k "test_unusual_states_on_device"
+Mosaic prefill|oscar_|parity_tests/kernels/test_mosaic.py -k "test_prefill_on_device and 2-64-64"
+Triton decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_decode_options and decode_triton"
+Gluon decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
+Triton, Gluon chunk|_rotate_kernel,_history_kernel,_chunk_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_chunk and (5000 or lengths2)"
+Triton, Gluon quantize|_bulk_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_page_pair and (64 or 256)"
+Triton, Gluon append|_append_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and append_token and 64"
 '
 cases=$(grep -E "^[^|]*(${2:-.})[^|]*\|" <<<"$cases")
 logs=$(mktemp -d)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import allocate_dense_cache, allocate_layer_cache, attend, live_bytes
-from ..config import ConfigError
+from ..core.errors import ConfigError
 from ..layer_cache import DenseCache, LayerCache
-from ..rotation import LayerRotation
+from ..rotations.rotation import LayerRotation
 from .config import ModelConfig
 
 MAX_BF16_WINDOW = 1024  # layers with a window up to this keep a BF16 ring: it is as small as INT2 pages

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import CacheConfig, CheckpointError, ConfigError
+from ..core.config import CacheConfig
+from ..core.errors import CheckpointError, ConfigError
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text")
 # GGUF architecture or Hugging Face model_type -> family

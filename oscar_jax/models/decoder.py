@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..config import ShapeError
+from ..core.errors import ShapeError
 from .config import ModelConfig, RopeConfig
 
 _QUERY_BLOCK = 512  # queries whose scores CausalAttention holds at a time

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import CheckpointError
+from ..core.errors import CheckpointError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

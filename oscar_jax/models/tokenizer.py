@@ -8,7 +8,7 @@ into far too many pieces that still decode to the right text.
 from pathlib import Path
 from typing import Any
 
-from ..config import CheckpointError
+from ..core.errors import CheckpointError
 from .gguf_file import GGUFFile
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

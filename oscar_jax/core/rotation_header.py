@@ -1,0 +1,98 @@
+"""What a rotation set says of itself: model, geometry, basis, origin; and the checks that need no array.
+
+Twin file, byte-identical in both packages. Standard library only.
+"""
+
+import dataclasses
+from typing import Any
+
+from . import cache_format as fmt
+from .config import check_head_dim
+from .errors import CheckpointError, ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationHeader:
+    """What a rotation set was made for and from; travels with it as JSON, so nothing is read off file names.
+
+    `layers` are the ids of the layers with attention, ascending. `rope` names the position convention of the
+    keys ("half" for the two-halves pairing, "interleaved", "none", ...). `basis` and `basis_version` name the
+    formula, `corpus_digest` and `calibration_tokens` the text it was fitted on ("" and 0 without a fit).
+    """
+
+    model_id: str
+    layers: tuple[int, ...]
+    num_query_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: str
+    basis: str
+    basis_version: str
+    corpus_digest: str = ""
+    calibration_tokens: int = 0
+    rounding: str = "nearest"
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    created: str = ""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = fmt.FORMAT_NAME
+    format_version: int = fmt.FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header as JSON-ready values."""
+        return dataclasses.asdict(self) | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "RotationHeader":
+        """The header of `to_dict`; raises CheckpointError naming a missing, unknown or mistyped field."""
+        if not isinstance(values, dict):
+            raise CheckpointError(f"header is {type(values).__name__}, expected a JSON object")
+        kinds = {"layers": list, "versions": dict, "extra": dict}
+        kinds |= dict.fromkeys(
+            ("num_query_heads", "num_key_value_heads", "head_dim", "calibration_tokens", "format_version"),
+            int,
+        )
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in ("format", "format_version"):  # first, since another version may have other fields
+            expected = getattr(cls, name)
+            if values.get(name) != expected:
+                raise CheckpointError(f"header: {name} = {values.get(name)!r}, expected {expected!r}")
+        for name in names:
+            kind = kinds.get(name, str)
+            if name not in values:
+                raise CheckpointError(f"header: field {name!r} is missing")
+            if not isinstance(values[name], kind) or isinstance(values[name], bool):
+                raise CheckpointError(f"header: {name} = {values[name]!r}, expected {kind.__name__}")
+        if unknown := sorted(set(values) - set(names)):
+            raise CheckpointError(f"header: unknown field {unknown[0]!r}")
+        if not all(type(layer) is int for layer in values["layers"]):
+            raise CheckpointError(f"header: layers = {values['layers']!r}, expected a list of int")
+        fields: dict[str, Any] = values | {"layers": tuple(values["layers"])}
+        return cls(**fields)
+
+
+def validate_header(header: RotationHeader) -> None:
+    """Raises CheckpointError unless the header's geometry, rounding rule and layer ids are possible."""
+    if header.format != fmt.FORMAT_NAME or header.format_version != fmt.FORMAT_VERSION:
+        raise CheckpointError(
+            f"header: format = {header.format!r} version {header.format_version!r}, expected "
+            f"{fmt.format_id()}"
+        )
+    try:
+        check_head_dim(header.head_dim)
+    except ConfigError as error:
+        raise CheckpointError(f"header: {error}") from None
+    if header.num_key_value_heads < 1 or header.num_query_heads < 1:
+        raise CheckpointError(
+            f"header: num_query_heads = {header.num_query_heads}, "
+            f"num_key_value_heads = {header.num_key_value_heads}, allowed: >= 1"
+        )
+    if header.num_query_heads % header.num_key_value_heads:
+        raise CheckpointError(
+            f"header: num_query_heads = {header.num_query_heads} is not a multiple of "
+            f"num_key_value_heads = {header.num_key_value_heads}"
+        )
+    if header.rounding != "nearest":
+        raise CheckpointError(f"header: rounding = {header.rounding!r}, allowed: 'nearest'")
+    ids = list(header.layers)
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+        raise CheckpointError(f"header: layers = {ids}, expected distinct ascending ids >= 0, at least one")

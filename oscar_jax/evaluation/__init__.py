@@ -1,0 +1,1 @@
+"""What two bits cost: methods side by side on unseen text."""

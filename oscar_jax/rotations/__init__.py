@@ -1,0 +1,1 @@
+"""Rotation sets: bases, fixed point, fits, files."""

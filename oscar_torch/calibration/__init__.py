@@ -1,0 +1,1 @@
+"""Attention statistics, from which rotations are fitted."""

@@ -1,0 +1,104 @@
+"""`OscarCache`: a 2-bit cache for `model.generate(past_key_values=...)`, one `OscarLayer` per layer."""
+
+import copy
+import os
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..cache import live_bytes
+from ..core import cache_format as fmt
+from ..core.errors import ConfigError
+from ..rotations.rotation import RotationSet, validate_rotation_set
+from ..rotations.store import load_rotation_set
+from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
+from .model_check import DENSE_WINDOW, _check_rotations, _hub_id, cache_config, layer_windows
+
+
+class OscarCache(Cache):
+    """A 2-bit cache for `model.generate(past_key_values=...)`.
+
+    `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read. With
+    `max_length` (tokens per sequence) memory is allocated once and longer sequences raise CacheFullError;
+    without it the pools grow. Layers with a sliding window up to `dense_window` keep a BF16 ring.
+    `model_id`, default the hub name in the config, must be the one in the rotations' header.
+    `implementation` is that of `cache.attend`. Raises ConfigError for models this cache cannot serve,
+    CheckpointError for rotations of another model; nothing is allocated before.
+    """
+
+    layers: list[Any]  # OscarLayer
+
+    def __init__(
+        self,
+        rotations: RotationSet | str | os.PathLike[str],
+        config: Any,
+        *,
+        max_length: int | None = None,
+        sink_tokens: int = fmt.SINK_TOKENS,
+        recent_tokens: int = fmt.RECENT_TOKENS,
+        dense_window: int = DENSE_WINDOW,
+        prefill_chunk: int = PREFILL_CHUNK,
+        model_id: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        text_config = config.get_text_config(decoder=True)
+        windows = layer_windows(config)
+        geometry = cache_config(text_config, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        if isinstance(rotations, RotationSet):
+            validate_rotation_set(rotations)
+        else:
+            rotations = load_rotation_set(rotations)
+        int2 = [i for i, window in enumerate(windows) if window is None or window > dense_window]
+        _check_rotations(rotations, geometry, int2, model_id or _hub_id(config))
+        if prefill_chunk < fmt.PAGE_TOKENS or prefill_chunk % fmt.PAGE_TOKENS:
+            raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length = {max_length}, allowed: >= 1 or None")
+        self.text_config = text_config
+        super().__init__(
+            layers=[
+                OscarLayer(
+                    layer,
+                    geometry,
+                    rotations.layers[layer] if layer in int2 else None,
+                    sliding_window=window,
+                    max_length=max_length,
+                    prefill_chunk=prefill_chunk,
+                    implementation=implementation,
+                )
+                for layer, window in enumerate(windows)
+            ]
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Announces new rows of a layer to the attention function; raises ConfigError if that is another."""
+        implementation = getattr(self.text_config, "_attn_implementation", None)
+        if implementation != ATTENTION:
+            raise ConfigError(
+                f"attn_implementation = {implementation!r}, allowed with an OscarCache: {ATTENTION!r} "
+                "(and the config given to the cache must be model.config)"
+            )
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last -tokens_to_remove columns from every layer or from none; see `OscarLayer.crop`."""
+        removals = [layer.removable(tokens_to_remove) for layer in self.layers]
+        for layer, removal in zip(self.layers, removals):
+            layer.remove(removal)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Sums of `cache.live_bytes` over the layers: bytes in use, bytes allocated, the same in BF16."""
+        totals: dict[str, int] = {}
+        for layer in self.layers:
+            if layer.store is not None:
+                for name, count in live_bytes(layer.store).items():
+                    totals[name] = totals.get(name, 0) + count
+        return totals
+
+    def __deepcopy__(self, memo: Any) -> "OscarCache":
+        twin = copy.copy(self)
+        twin.layers = [layer.copy() for layer in self.layers]
+        return twin

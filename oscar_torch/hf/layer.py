@@ -1,0 +1,502 @@
+"""OSCAR-KV inside transformers: a cache class and an attention function. The only file that imports it.
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="oscar")
+    cache = OscarCache("rotations.safetensors", model.config)
+    model.generate(**inputs, past_key_values=cache)
+
+transformers hands new keys and values to `Cache.update` and then calls the attention function with what
+`update` returned. An ordinary cache returns all keys; an INT2 cache must not (that would be the dequantized
+history), so here `update` only notes which layer comes next, and the attention function makes the one call
+that stores the rows and attends: `cache.attend`.
+
+Padding. The mask function passes on which of the new columns are tokens. Only those are stored, so sequences
+are ragged inside the cache, and the layout of each depends on its own length alone. `get_seq_length` still
+counts columns, since transformers aligns its attention mask with them.
+"""
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows, attend
+from ..core import cache_format as fmt
+from ..core.config import CacheConfig
+from ..core.errors import CacheFullError, ConfigError, ShapeError
+from ..core.page_pool import QuantizedTokensError
+from ..layer_cache import DenseCache, LayerCache
+from ..rotations.rotation import LayerRotation
+
+ATTENTION = "oscar"  # the name for attn_implementation
+PREFILL_CHUNK = 512  # prompts are attended to in pieces that end at multiples of this
+RING_SLACK = fmt.PAGE_TOKENS  # tokens a ring keeps beyond its window, so that `crop` can go back
+GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
+
+# The layer whose `update` ran last, and the keys it returned: what the attention function is about to get.
+_handover = threading.local()
+
+
+class OscarLayer(CacheLayerMixin):
+    """The cache of one attention layer: INT2 pages between BF16 windows, or a BF16 ring.
+
+    `rotation` None means a BF16 cache: a ring for `sliding_window`, else `max_length` rows.
+    `observer(query, key, value, output)`, rows [B, T, heads, D], sees every chunk (for calibration).
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(
+        self,
+        layer_id: int,
+        config: CacheConfig,
+        rotation: LayerRotation | None,
+        *,
+        sliding_window: int | None = None,
+        max_length: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        implementation: str | None = None,
+        observer: Callable[[Tensor, Tensor, Tensor, Tensor], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.config = config
+        self.rotation = rotation
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.max_length = max_length
+        self.prefill_chunk = prefill_chunk
+        self.implementation = implementation
+        self.observer = observer
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.store: LayerCache | DenseCache | None = None
+        self.is_initialized = False
+        self.lengths: list[int] = []  # tokens per sequence; the store has the same on its device
+        self.reached: list[int] = []  # the length that each ring has been written up to
+        self.columns = 0  # what transformers counts: tokens and padding
+        self.chunks: list[int | Tensor] = []  # columns that are all tokens, or a bool [B, T] that tells
+        self._forget()
+
+    # What transformers asks of a cache layer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates an empty store for key_states [B, K, T, D]; raises ShapeError for another geometry."""
+        batch, heads, _, head_dim = key_states.shape
+        expected = self.config.num_key_value_heads, self.config.head_dim
+        if (heads, head_dim) != expected or key_states.shape != value_states.shape:
+            raise ShapeError(
+                f"layer {self.layer_id}: keys have (heads, head_dim) {(heads, head_dim)}, values "
+                f"{tuple(value_states.shape[1::2])}, the rotations and the config say {expected}"
+            )
+        device = key_states.device
+        if self.rotation is None:
+            longest = self.max_length if self.sliding_window is None else torch.iinfo(torch.int32).max
+            ring = None if self.sliding_window is None else self.sliding_window + RING_SLACK
+            self.store = allocate_dense_cache(self.config, batch, longest or 1, ring, device=device)
+        else:
+            self.rotation = self.rotation.to(device)
+            self.store = _allocate_int2(self.config, batch, self.max_length, device)
+        self.lengths = [0] * batch
+        self.reached = [0] * batch
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Notes that this layer's attention comes next; the rows are stored there."""
+        _handover.layer, _handover.key = self, key_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that the attention mask covers, and its offset."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """Tokens a sequence can have, -1 for no limit."""
+        return -1 if self.max_length is None else self.max_length
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, -1 before the first."""
+        return len(self.lengths) or -1
+
+    def reset(self) -> None:
+        """Forgets everything and frees the store."""
+        self._clear()
+
+    def offload(self) -> None:
+        """Refused: the pages stay where the model is."""
+        raise ConfigError(f"layer {self.layer_id}: offloading = True, allowed: False for an OscarCache")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes sequence i continue what sequence beam_idx[i] holds."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (or those where a bool mask is True)."""
+        indices = torch.as_tensor(indices)
+        self.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence `repeats` times; INT2 pages are shared, not copied."""
+        self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        """From now on keeps what a `crop` of the latest rows needs to be exact across a quantized page."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last -tokens_to_remove columns, as if they had never come.
+
+        Positive numbers are the length to keep, the older meaning of the argument. Raises
+        QuantizedTokensError where a token is INT2 (or has left a ring) that a sequence of the new length
+        holds in BF16; nothing is changed then.
+        """
+        self.remove(self.removable(tokens_to_remove))
+
+    # Storing and attending.
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Stores new rows and attends with them: query [B, T, N, D], key, value [B, T, K, D] -> like query.
+
+        `real` bool [B, T] marks tokens among padding (None: all are tokens); padding yields zeros.
+        """
+        batch, columns = query.shape[:2]
+        if self.store is None:
+            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
+        if batch != len(self.lengths):
+            raise ShapeError(f"a batch of {batch} for a cache of {len(self.lengths)} sequences")
+        if real is not None and tuple(real.shape) != (batch, columns):
+            raise ShapeError(f"the padding mask is {tuple(real.shape)}, expected {(batch, columns)}")
+        counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
+        self._reserve(counts)
+        recording = self._begin_recording(columns)
+        options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        if columns == 1:
+            out, self.store = attend(
+                query, key, value, self.store, self.rotation,
+                new_lengths=_int32(counts, key.device), **options,
+            )  # fmt: skip
+            if real is not None:
+                out = out * real[:, :, None, None]
+        else:
+            out = self._attend_pieces(query, key, value, real, counts, **options)
+        if self.observer is not None:
+            self.observer(query, key, value, out)
+        self._count(counts, columns if real is None else real)
+        if recording:
+            self._recorded.append((key, value, real))
+        return out
+
+    def _attend_pieces(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        counts: list[int],
+        **options: Any,
+    ) -> Tensor:
+        """Attends to a prompt in pieces that end where a sequence's length is a multiple of the chunk size.
+
+        So a row's result depends on its own tokens only: not on the padding and the lengths beside it, nor on
+        whether a prefix that ends on this grid came earlier.
+        """
+        batch, columns = query.shape[:2]
+        device = query.device
+        rows = torch.arange(batch, device=device)[:, None]
+        if real is None:
+            order = torch.arange(columns, device=device).expand(batch, -1)
+        else:  # columns of the tokens first, in their order
+            order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        out = torch.zeros_like(query)
+        done = [0] * batch
+        while done != counts:
+            take = [
+                min(count - n, self.prefill_chunk - (length + n) % self.prefill_chunk)
+                for count, n, length in zip(counts, done, self.lengths)
+            ]
+            # Two columns at least: `cache.attend` takes a single one for a decoding step, which differs in
+            # what it sees of a page that is just being quantized.
+            step = torch.arange(max(*take, 2), device=device)
+            token = _int32(done, device)[:, None] + step
+            column = order.gather(1, token.clamp(max=columns - 1))
+            new_lengths = _int32(take, device)
+            piece, self.store = attend(
+                query[rows, column], key[rows, column], value[rows, column], self.store, self.rotation,
+                new_lengths=new_lengths, **options,
+            )  # fmt: skip
+            sequence, index = (step < new_lengths[:, None]).nonzero(as_tuple=True)
+            out[sequence, column[sequence, index]] = piece[sequence, index]
+            done = [n + t for n, t in zip(done, take)]
+        return out
+
+    def _reserve(self, counts: list[int]) -> None:
+        """Finds INT2 pages for the tokens to come, enlarging the pool; raises before anything is changed."""
+        after = [length + count for length, count in zip(self.lengths, counts)]
+        if self.max_length is not None and max(after) > self.max_length:
+            raise CacheFullError(
+                f"layer {self.layer_id}: a sequence would have {max(after)} tokens, "
+                f"max_length = {self.max_length}"
+            )
+        if not isinstance(self.store, LayerCache):
+            return
+        before = [self.config.history_pages(length) for length in self.lengths]
+        needed = [self.config.history_pages(length) for length in after]
+        missing = sum(needed) - sum(before)
+        if not missing:
+            return
+        # Pages have no owners to be counted: the live part of the tables says which are in use.
+        table = self.store.page_table.tolist()
+        used = {page for row, pages in zip(table, before) for page in row[:pages]}
+        free = [page for page in range(1, self.store.key_codes.shape[0]) if page not in used]
+        if missing > len(free):
+            first = self.store.key_codes.shape[0]
+            extra = missing - len(free) + (GROW_PAGES * len(counts) if self.max_length is None else 0)
+            _enlarge_pool(self.store, extra)
+            free += range(first, first + extra)
+        width = max(len(table[0]), *needed)
+        pages = iter(free)
+        for b, row in enumerate(table):
+            row += [0] * (width - len(row))
+            row[before[b] : needed[b]] = [next(pages) for _ in range(needed[b] - before[b])]
+        self.store.page_table = _int32(table, self.store.page_table.device)
+
+    def _count(self, counts: list[int], chunk: int | Tensor) -> None:
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        self.reached = [max(pair) for pair in zip(self.reached, self.lengths)]
+        self.columns += chunk if isinstance(chunk, int) else chunk.shape[1]
+        if isinstance(chunk, int) and self.chunks and isinstance(self.chunks[-1], int):
+            chunk += self.chunks.pop()
+        self.chunks.append(chunk)
+
+    # Taking back.
+
+    def removable(self, tokens_to_remove: int) -> "Removal":
+        """What `crop(tokens_to_remove)` takes away; raises, without changing anything, if it cannot."""
+        tokens_to_remove = int(tokens_to_remove)  # some callers pass a 0-dimensional tensor
+        if tokens_to_remove > 0:
+            tokens_to_remove = -max(0, self.columns - tokens_to_remove)
+        columns = min(-tokens_to_remove, self.columns)
+        tokens = self._tokens_in_last(columns)
+        removal = Removal(columns, tokens, by_replay=False)
+        if self.store is None or not any(tokens):
+            return removal
+        refusal = self._refusal(tokens)
+        if refusal is None:
+            return removal
+        recorded = sum(key.shape[1] for key, _, _ in self._recorded)
+        if columns > recorded:
+            raise QuantizedTokensError(refusal)
+        return dataclasses.replace(removal, by_replay=True)
+
+    def remove(self, removal: "Removal") -> None:
+        """Executes a removal."""
+        if removal.by_replay:
+            self._replay(removal.columns)
+        elif removal.columns:
+            self._drop_columns(removal.columns)
+            self.lengths = [length - n for length, n in zip(self.lengths, removal.tokens)]
+            if self.store is not None:
+                self.store.lengths -= _int32(removal.tokens, self.store.lengths.device)
+                if isinstance(self.store, LayerCache):
+                    history = [self.config.history_pages(length) for length in self.lengths]
+                    self.store.history_pages.copy_(_int32(history, self.store.lengths.device))
+        self._forget()
+
+    def _refusal(self, tokens: list[int]) -> str | None:
+        """Why the last tokens[b] tokens of the sequences cannot be removed exactly, or None if they can."""
+        for b, (length, removed) in enumerate(zip(self.lengths, tokens)):
+            left = length - removed
+            if isinstance(self.store, LayerCache):
+                history, wanted = self.config.history_pages(length), self.config.history_pages(left)
+                if left > self.config.sink_tokens and history != wanted:
+                    first, end = self.config.sink_tokens, self.config.sink_tokens + fmt.PAGE_TOKENS * history
+                    return (
+                        f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
+                        f"tokens {first}..{end - 1} are quantized, a sequence of {left} tokens has "
+                        f"{wanted} INT2 pages, not {history}"
+                    )
+            elif isinstance(self.store, DenseCache) and self.sliding_window is not None:
+                slots = self.store.key.shape[1]
+                oldest = max(0, self.reached[b] - slots)
+                if removed and max(0, left - self.sliding_window + 1) < oldest:
+                    return (
+                        f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
+                        f"its ring goes back to token {oldest}, a window of {self.sliding_window} needs more"
+                    )
+        return None
+
+    def _tokens_in_last(self, columns: int) -> list[int]:
+        """How many of each sequence's last columns are tokens."""
+        tokens = [0] * len(self.lengths)
+        for chunk in reversed(self.chunks):
+            if columns <= 0:
+                break
+            if isinstance(chunk, int):
+                tokens = [n + min(columns, chunk) for n in tokens]
+                columns -= chunk
+            else:
+                tokens = [n + m for n, m in zip(tokens, chunk[:, -columns:].sum(dim=1).tolist())]
+                columns -= chunk.shape[1]
+        return tokens
+
+    def _drop_columns(self, columns: int) -> None:
+        self.columns -= columns
+        while columns:
+            chunk = self.chunks.pop()
+            size = chunk if isinstance(chunk, int) else chunk.shape[1]
+            if size > columns:
+                self.chunks.append(chunk - columns if isinstance(chunk, int) else chunk[:, :-columns])
+            columns -= min(size, columns)
+
+    def _begin_recording(self, columns: int) -> bool:
+        """With `record_past`: keeps the windows as they are; True if the rows to come should be kept too."""
+        if not self.record_past:
+            return False
+        if columns > self.config.recent_tokens:  # a prompt; nobody rolls that back
+            self._forget()
+            return False
+        if self._snapshot is None:
+            self._snapshot = {name: getattr(self.store, name).clone() for name in self._mutable()}
+            self._snapshot_state = (list(self.lengths), list(self.reached), self.columns, list(self.chunks))
+        return True
+
+    def _mutable(self) -> tuple[str, ...]:
+        if isinstance(self.store, LayerCache):
+            return ("window_key", "window_value", "lengths", "history_pages")
+        return ("key", "value", "lengths")
+
+    def _replay(self, columns: int) -> None:
+        """Goes back to the snapshot and stores again the recorded columns except the last `columns`."""
+        assert self._snapshot is not None and self.store is not None
+        for name, array in self._snapshot.items():
+            setattr(self.store, name, array)
+        self.lengths, self.reached, self.columns, self.chunks = self._snapshot_state
+        keep = sum(key.shape[1] for key, _, _ in self._recorded) - columns
+        for key, value, real in self._recorded:
+            size = min(keep, key.shape[1])
+            keep -= size
+            if not size:
+                break
+            part = None if real is None else real[:, :size]
+            counts = [size] * len(self.lengths) if part is None else part.sum(dim=1).tolist()
+            key, value = _tokens_first(key[:, :size], part), _tokens_first(value[:, :size], part)
+            self._reserve(counts)
+            assert self.store is not None
+            self.store = append_rows(
+                self.store, self.rotation, key, value, _int32(counts, key.device),
+                implementation=self.implementation,
+            )  # fmt: skip
+            self._count(counts, size if part is None else part)
+
+    def _forget(self) -> None:
+        self._snapshot: dict[str, Tensor] | None = None
+        self._snapshot_state: Any = None  # the host-side state beside it
+        self._recorded: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    # Other batches.
+
+    def select(self, indices: Tensor) -> None:
+        """Makes the batch the sequences `indices`, repeated or left out as given.
+
+        INT2 pages never change, so sequences name the same ones; BF16 pages are copied.
+        """
+        if self.store is None:
+            return
+        indices = indices.to(self.store.lengths.device, torch.int64)
+        if isinstance(self.store, DenseCache):
+            names: tuple[str, ...] = ("key", "value", "lengths")
+        else:
+            names = ("page_table", "lengths", "history_pages")
+            slots = self.store.window_table.shape[1]
+            for name in fmt.WINDOW_ARRAYS:
+                window = getattr(self.store, name)
+                pages = window[self.store.window_table[indices].flatten().long()]
+                setattr(self.store, name, torch.cat([window[:1], pages]))
+            self.store.window_table = _window_table(len(indices), slots, indices.device)
+        for name in names:
+            setattr(self.store, name, getattr(self.store, name)[indices])
+        chosen = indices.tolist()
+        self.lengths = [self.lengths[b] for b in chosen]
+        self.reached = [self.reached[b] for b in chosen]
+        self.chunks = [c if isinstance(c, int) else c[indices.to(c.device)] for c in self.chunks]
+        self._forget()
+
+    def copy(self) -> "OscarLayer":
+        """An independent layer of the same content; the rotation is shared."""
+        twin = copy.copy(self)
+        twin.lengths, twin.reached = list(self.lengths), list(self.reached)
+        twin.chunks = list(self.chunks)
+        twin._forget()
+        if self.store is not None:
+            arrays = {k: v.clone() for k, v in vars(self.store).items() if isinstance(v, Tensor)}
+            twin.store = dataclasses.replace(self.store, **arrays)
+        return twin
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    """Columns to remove from the end, how many tokens of each sequence they hold, and how it is done."""
+
+    columns: int
+    tokens: list[int]
+    by_replay: bool
+
+
+# Small arrays.
+
+
+def _int32(values: Any, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _window_table(batch: int, slots: int, device: torch.device) -> Tensor:
+    """Every sequence its own BF16 pages, in order; page 0 is reserved."""
+    return 1 + torch.arange(batch * slots, dtype=torch.int32, device=device).reshape(batch, slots)
+
+
+def _allocate_int2(
+    config: CacheConfig, batch: int, max_length: int | None, device: torch.device
+) -> LayerCache:
+    """An empty LayerCache with all BF16 pages, and INT2 pages for `max_length` tokens or none yet."""
+    pages = 1 if max_length is None else 1 + batch * config.history_pages(max_length)
+    store = allocate_layer_cache(
+        config,
+        batch,
+        max_length or 1,
+        num_pages=pages,
+        num_window_pages=1 + batch * config.window_slots,
+        device=device,
+    )
+    store.window_table = _window_table(batch, config.window_slots, device)
+    return store
+
+
+def _enlarge_pool(store: LayerCache, extra: int) -> None:
+    for name in fmt.INT2_ARRAYS:
+        array = getattr(store, name)
+        setattr(store, name, torch.cat([array, array.new_zeros((extra, *array.shape[1:]))]))
+
+
+def _tokens_first(rows: Tensor, real: Tensor | None) -> Tensor:
+    """Rows [B, T, ...] with those of tokens moved to the front, in their order."""
+    if real is None:
+        return rows
+    order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], order]

@@ -1,0 +1,93 @@
+"""What a transformers model must be to be served, and whether a rotation set was made for it."""
+
+import os
+from typing import Any
+
+from ..core.config import CacheConfig
+from ..core.errors import CheckpointError, ConfigError
+from ..rotations.rotation import RotationSet
+
+DENSE_WINDOW = 1024  # layers with a sliding window up to this keep a BF16 ring
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+# What a model must be.
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Sliding window of every layer, None for full attention; ConfigError names what cannot be served."""
+    text = config.get_text_config(decoder=True)
+    name = type(text).__name__
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{name}: {what}, allowed: decoders with causal attention in every layer")
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse("encoder-decoder")
+    if getattr(text, "kv_lora_rank", None):
+        raise refuse(f"multi-head latent attention (kv_lora_rank = {text.kv_lora_rank})")
+    if getattr(text, "attn_logit_softcapping", None):
+        raise refuse(f"soft-capped attention (attn_logit_softcapping = {text.attn_logit_softcapping})")
+    if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
+        raise refuse("bidirectional attention")
+    if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
+        raise refuse("layers that share another layer's keys and values")
+    layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
+    if getattr(text, "num_attention_heads", None) is None:
+        raise refuse("no attention heads")
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if types is None:
+        kind = "full_attention" if window is None else "sliding_attention"
+        if getattr(text, "attention_chunk_size", None) is not None:
+            kind = "chunked_attention"
+        types = [kind] * layers
+    for layer, kind in enumerate(types):
+        if kind not in LAYER_TYPES:
+            raise refuse(f"layer {layer} is {kind!r}")
+    if len(types) != layers:
+        raise refuse(f"layer_types names {len(types)} of {layers} layers")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def cache_config(config: Any, **windows: int) -> CacheConfig:
+    """The geometry in a model's config; `windows` may set sink_tokens and recent_tokens."""
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    return CacheConfig(
+        num_query_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        **windows,
+    )
+
+
+def _check_rotations(
+    rotations: RotationSet, geometry: CacheConfig, layers: list[int], model_id: str | None
+) -> None:
+    """Raises CheckpointError unless the rotations were made for this model."""
+    header = rotations.header
+    for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
+        if getattr(header, name) != getattr(geometry, name):
+            raise CheckpointError(
+                f"rotations of {header.model_id!r} have {name} = {getattr(header, name)}, "
+                f"the model has {getattr(geometry, name)}"
+            )
+    if missing := sorted(set(layers) - set(rotations.layers)):
+        raise CheckpointError(
+            f"rotations of {header.model_id!r} have no layer {missing[0]}, they have {list(header.layers)}"
+        )
+    if model_id and header.model_id and _last(model_id) != _last(header.model_id):
+        raise CheckpointError(
+            f"rotations are of model {header.model_id!r}, this is {model_id!r} "
+            f"(OscarCache(..., model_id={header.model_id!r}) if they are the same weights)"
+        )
+
+
+def _hub_id(config: Any) -> str | None:
+    """The hub name a model was loaded by; None for a local directory or a model made in memory."""
+    name = getattr(config, "_name_or_path", "") or ""
+    return None if os.path.exists(name) or not name else name
+
+
+def _last(model_id: str) -> str:
+    return model_id.rstrip("/").rpartition("/")[2].lower()

@@ -1,0 +1,1 @@
+"""Rotation sets and their files."""

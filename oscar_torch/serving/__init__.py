@@ -1,0 +1,1 @@
+"""Many sequences over shared pages, and snapshots of them."""

@@ -1,0 +1,37 @@
+"""The file that holds sequences of a pool between processes: name, version, digest, reader."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..core import cache_format as fmt
+from ..core.errors import CheckpointError
+
+SNAPSHOT_KIND = "oscar-sequence"
+SNAPSHOT_VERSION = 1
+
+
+def digest_rotations(rotations: Sequence[Any]) -> str:
+    """Hex digest of the rotation arrays of all layers; equal in both packages."""
+    digest = hashlib.blake2b(digest_size=16)
+    for rotation in rotations:
+        for name in fmt.ROTATION_FIELDS:
+            array = getattr(rotation, name).detach().cpu().contiguous()
+            if array.dtype == torch.bfloat16:
+                array = array.view(torch.int16)
+            digest.update(array.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_snapshot(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file; raises CheckpointError if it is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None

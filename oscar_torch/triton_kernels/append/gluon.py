@@ -1,0 +1,115 @@
+"""One new token per sequence in Gluon: a whole page of one sequence per program."""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ..launch import tensors
+from ..quantize.gluon import PLANS, _center_tile, _everywhere, _role_memory, _store_page, _tile_offsets
+from ..quantize.steps import PAGE
+from . import triton as plain_append
+
+
+@gluon.jit
+def _flush_page(
+    rows_ptr, source, target, head, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
+    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Quantizes one window page of one head into an INT2 page of the cache."""
+    rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + _tile_offsets(D // 2, D)
+    rotation = head * stride_rotation
+    multiplier = gl.load(multiplier_ptr + rotation)
+    t_high, t_low, tile, mean, scratch, sums, mean_top = _role_memory(
+        transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D
+    )
+    async_copy.async_copy_global_to_shared(tile, rows_ptr)
+    async_copy.commit_group()
+    slot = gl.cast(target, gl.int64) * K + head
+    z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
+    _store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
+
+
+@gluon.jit
+def _take(count_ptr, shift):
+    """`append.triton._take` of one count."""
+    old = gl.atomic_add(count_ptr, gl.cast(1, gl.int32) << shift, sem="relaxed")
+    return old & ((1 << shift) - 1), (old >> shift) == gl.num_programs(0) - 1
+
+
+@gluon.jit
+def _append_role(
+    row_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+    window_table_ptr, window_ptr, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
+    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The new row of one sequence and head, and the page that leaves the recent part."""
+    head, sequence = gl.program_id(0) // 2, gl.program_id(1)
+    # All that is read to store a row, at once: with a cold cache each of these is a way to the memory.
+    pair = gl.arange(0, D // 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    row = gl.load(row_ptr + (sequence * K + head) * (D // 2) + pair)
+    slot = gl.arange(0, SLOTS, layout=_everywhere(SLOTS))
+    window_slots: gl.constexpr = SINK_PAGES + RECENT_SLOTS
+    table = gl.load(window_table_ptr + sequence * window_slots + slot, mask=slot < window_slots, other=0)
+    new = gl.load(new_lengths_ptr + sequence)
+    length, last_length = _take(lengths_ptr + sequence, shift)
+    history, last_history = _take(history_ptr + sequence, shift)
+
+    # A row is dropped where the page table has no entry for every history page.
+    due = (length + 1) // PAGE - (window_slots - 1)
+    stores = (new > 0) & (gl.maximum(history, due) <= stride_table)
+    gl.store(lengths_ptr + sequence, length + stores.to(gl.int32), mask=last_length)
+    gl.store(history_ptr + sequence, gl.maximum(history, gl.where(stores, due, 0)), mask=last_history)
+
+    page = length // PAGE
+    place = gl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
+    physical = gl.cast(gl.sum(gl.where(slot == place, table, 0), 0), gl.int64)
+    target = ((physical * K + head) * PAGE + length % PAGE) * (D // 2)
+    gl.store(window_ptr + target + pair, row, mask=stores & (pair >= 0))
+    if stores & (due > history):
+        place = SINK_PAGES + history % RECENT_SLOTS
+        _flush_page(
+            window_ptr, gl.sum(gl.where(slot == place, table, 0), 0),
+            gl.load(page_table_ptr + sequence * stride_table + history), head, transform_ptr, multiplier_ptr,
+            stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _append_kernel(
+    key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+    window_table_ptr, window_key_ptr, window_value_ptr,
+    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
+    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLOTS: gl.constexpr, K: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Grid (2 K, batch): `append.triton._append_kernel`, a whole page of one sequence per program."""
+    if gl.program_id(0) % 2 == 0:
+        _append_role(
+            key_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+            window_table_ptr, window_key_ptr, key_transform_ptr, key_multiplier_ptr, stride_rotation,
+            key_page_mean_ptr, key_codes_ptr, key_scale_ptr, True, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+        )  # fmt: skip
+    else:
+        _append_role(
+            value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
+            window_table_ptr, window_value_ptr, value_transform_ptr, value_multiplier_ptr, stride_rotation,
+            value_mean_ptr, value_codes_ptr, value_scale_ptr, False, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+        )  # fmt: skip
+
+
+APPEND_HEAD_DIMS = (64, 128)
+
+
+def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
+    """`append.triton.append_token`; raises NotImplementedError too for a head_dim not served."""
+    tensors.check_hopper(cache.window_key)
+    head_dim = cache.config.head_dim
+    if head_dim not in APPEND_HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {APPEND_HEAD_DIMS}")
+    parts = 2 * cache.config.num_key_value_heads
+    arguments, constants = plain_append.append_arguments(cache, rotation, key, value, new_lengths, parts)
+    _, warps, registers = PLANS[head_dim]
+    _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=warps, maxnreg=registers)

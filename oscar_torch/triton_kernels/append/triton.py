@@ -1,0 +1,260 @@
+"""One new token per sequence in plain Triton: stores its rows, quantizes the page that leaves."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import cache_format as fmt
+from ...core.config import check_head_dim
+from ...core.errors import ShapeError
+from ..launch.tensors import _bits, _pairs, check_device, rotation_stride
+from ..quantize.steps import (
+    CODES,
+    PAGE,
+    _load_transform,
+    _load_value_mean,
+    _rotate,
+    _rotate_chunks,
+    _row_operands,
+    _scale_rows,
+    _store_codes,
+    _token_powers,
+)
+
+
+@triton.jit
+def _flush_page(
+    rows_ptr, source, target, head, transform_ptr, t_high, t_low, multiplier_ptr, mean_ptr, stride_rotation,
+    codes_ptr, scale_ptr, row0,
+    IS_KEY: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Quantize `ROWS` rows of one window page of one head into an INT2 page of the cache."""
+    slot = target * K + head
+    rows_ptr += (source * K + head) * (PAGE * D // 2)
+    value_mean, value_mean_largest, powers = 0, 0, 0
+    if IS_KEY:
+        mean_ptr += slot * D
+    else:
+        mean_ptr += head * stride_rotation * D
+        value_mean, value_mean_largest = _load_value_mean(mean_ptr, D, DP, True)
+        powers = _token_powers(ROWS)
+    if CHUNK == DP:
+        high, low, exponent = _row_operands(
+            rows_ptr, D // 2, value_mean, value_mean_largest, mean_ptr, row0, True, IS_KEY, D, DP, ROWS
+        )
+        y = _rotate(high, low, t_high, t_low)
+    else:
+        _, exponent, factor, largest = _scale_rows(
+            rows_ptr, D // 2, value_mean, value_mean_largest, mean_ptr, row0, True, IS_KEY, D, DP, ROWS
+        )
+        y = _rotate_chunks(
+            rows_ptr, D // 2, factor, largest, mean_ptr, row0, transform_ptr, IS_KEY, D, DP, ROWS, CHUNK
+        )
+    multiplier = tl.load(multiplier_ptr + head * stride_rotation)
+    _store_codes(
+        y, exponent, multiplier, powers, codes_ptr + slot * (PAGE * D // CODES), scale_ptr + slot * PAGE,
+        row0, IS_KEY, D, DP, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _flush_role(
+    rows_ptr, flushes, sources, targets, head, transform_ptr, multiplier_ptr, mean_ptr, stride_rotation,
+    codes_ptr, scale_ptr, row0,
+    IS_KEY: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`_flush_page` for every entry of `flushes`, `sources` and `targets` [N] that flushes."""
+    transform_ptr += head * stride_rotation * D * D
+    t_high, t_low = _load_transform(transform_ptr, IS_KEY, D, DP, CHUNK)
+    entry = tl.arange(0, flushes.shape[0])
+    for i in range(flushes.shape[0]):
+        own = flushes & (entry == i)
+        if tl.max(own.to(tl.int32), 0) > 0:
+            source = tl.sum(tl.where(own, sources, 0), 0).to(tl.int64)
+            target = tl.sum(tl.where(own, targets, 0), 0).to(tl.int64)
+            _flush_page(
+                rows_ptr, source, target, head, transform_ptr, t_high, t_low, multiplier_ptr, mean_ptr,
+                stride_rotation, codes_ptr, scale_ptr, row0, IS_KEY, K, D, DP, ROWS, CHUNK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _take(count_ptrs, mask, shift):
+    """Reads counts that every program of a launch reads and the last one writes -> (counts, is the last).
+
+    The bits from `shift` on say how many programs have read: one atomic addition reads and signs off.
+    """
+    old = tl.atomic_add(count_ptrs, tl.full(mask.shape, 1, tl.int32) << shift, mask=mask, sem="relaxed")
+    return old & ((1 << shift) - 1), (old >> shift) == tl.num_programs(0) - 1
+
+
+@triton.jit
+def _load_new_rows(rows_ptr, sequences, head, mask, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    pair = tl.arange(0, DP // 2)
+    offsets = (sequences[:, None] * K + head) * (D // 2) + pair[None, :]
+    return tl.load(rows_ptr + offsets, mask=mask[:, None] & (pair < D // 2)[None, :], other=0)
+
+
+@triton.jit
+def _store_new_rows(
+    rows, window_ptr, slots, head, tokens, mask, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    pair = tl.arange(0, DP // 2)
+    first = ((slots.to(tl.int64) * K + head) * PAGE + tokens % PAGE) * (D // 2)
+    target = window_ptr + first[:, None] + pair[None, :]
+    tl.store(target, rows, mask=mask[:, None] & (pair < D // 2)[None, :])
+
+
+@triton.jit
+def _append_kernel(
+    batch, key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr,
+    stride_table, window_table_ptr, window_key_ptr, window_value_ptr,
+    key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
+    stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Grid (2 * K * 64 / ROWS, batch / ENTRIES): one new row of `ENTRIES` sequences, and where a page leaves
+    the recent part, `ROWS` rows of it quantized.
+
+    The first 2 * K programs store the new rows. The page that leaves and the page of the new row are never
+    the same slot, so programs do not wait; the last to have read the counts of a sequence writes them.
+    """
+    part = tl.program_id(0)
+    head = part // 2 % K
+    is_key = part % 2 == 0
+    row0 = part // (2 * K) * ROWS
+    sequence = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    live = sequence < batch
+    # All that is read to store a row, at once: with a cold cache each of these is a way to the memory.
+    rows_ptr = value_ptr
+    if is_key:
+        rows_ptr = key_ptr
+    rows = _load_new_rows(rows_ptr, sequence, head, live & (row0 == 0), K, D, DP)
+    slot = tl.arange(0, SLOTS)
+    table_mask = live[:, None] & (slot < SINK_PAGES + RECENT_SLOTS)[None, :]
+    table_ptr = window_table_ptr + sequence[:, None] * (SINK_PAGES + RECENT_SLOTS) + slot[None, :]
+    table = tl.load(table_ptr, mask=table_mask, other=0)
+    new = tl.minimum(tl.load(new_lengths_ptr + sequence, mask=live, other=0), 1)
+    is_length = tl.arange(0, 2)[None, :] == 0
+    count_ptrs = tl.where(is_length, lengths_ptr + sequence[:, None], history_ptr + sequence[:, None])
+    count_mask = live[:, None] & (tl.arange(0, 2) >= 0)[None, :]
+    counts, is_last = _take(count_ptrs, count_mask, shift)
+    length, history = tl.split(counts)
+
+    # A row is dropped where the page table has no entry for every history page.
+    due = (length + 1) // PAGE - (SINK_PAGES + RECENT_SLOTS - 1)
+    stores = live & (new > 0) & (tl.maximum(history, due) <= stride_table)
+    length_after = length + stores.to(tl.int32)
+    history_after = tl.maximum(history, tl.where(stores, due, 0))
+    tl.store(count_ptrs, tl.join(length_after, history_after), mask=count_mask & is_last)
+
+    page = length // PAGE
+    place = tl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
+    physical = tl.sum(tl.where(slot[None, :] == place[:, None], table, 0), 1)
+    stored = stores & (row0 == 0)
+    if is_key:
+        _store_new_rows(rows, window_key_ptr, physical, head, length, stored, K, D, DP)
+    else:
+        _store_new_rows(rows, window_value_ptr, physical, head, length, stored, K, D, DP)
+
+    flushes = stores & (due > history)
+    if tl.max(flushes.to(tl.int32), 0) > 0:
+        place = SINK_PAGES + history % RECENT_SLOTS
+        sources = tl.sum(tl.where(slot[None, :] == place[:, None], table, 0), 1)
+        targets = tl.load(page_table_ptr + sequence * stride_table + history, mask=flushes, other=0)
+        if is_key:
+            _flush_role(
+                window_key_ptr, flushes, sources, targets, head, key_transform_ptr, key_multiplier_ptr,
+                key_page_mean_ptr, stride_rotation, key_codes_ptr, key_scale_ptr, row0,
+                True, K, D, DP, ROWS, CHUNK,
+            )  # fmt: skip
+        else:
+            _flush_role(
+                window_value_ptr, flushes, sources, targets, head, value_transform_ptr, value_multiplier_ptr,
+                value_mean_ptr, stride_rotation, value_codes_ptr, value_scale_ptr, row0,
+                False, K, D, DP, ROWS, CHUNK,
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- entry points
+
+# Sequences per program of an append or a flush.
+ENTRIES = 4
+
+
+def _flush_tiles(head_dim: int) -> dict[str, int]:
+    """Tile sizes where few pages are quantized and none is to wait: a quarter of a page per program."""
+    check_head_dim(head_dim)
+    padded = max(32, triton.next_power_of_2(head_dim))
+    if padded <= 128:
+        return {"DP": padded, "ROWS": 16, "CHUNK": padded, "num_warps": 4, "maxnreg": 128}
+    return {"DP": padded, "ROWS": 16, "CHUNK": 32, "num_warps": 8}
+
+
+def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
+    """Appends at most one row per sequence and quantizes the pages that become history, in one launch.
+
+    key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
+    bytes of `cache.append_rows`, without a host synchronization and hence CUDA-graph capturable; for the same
+    reason the caller makes sure beforehand that the page tables have room. A row that would need a page
+    beyond the table is dropped: nothing is written for its sequence and its length stands still. While the
+    kernel runs, the upper bits of lengths and history_pages count the programs that have read them. Raises
+    ShapeError, NotImplementedError (device; more tokens and heads than 32 bits can count). Format page,
+    section 4.
+    """
+    config, batch = cache.config, cache.batch
+    tiles = _flush_tiles(config.head_dim)
+    parts = _parts(config.num_key_value_heads, tiles)
+    arguments, constants = append_arguments(cache, rotation, key, value, new_lengths, parts)
+    _append_kernel[(parts, triton.cdiv(batch, ENTRIES))](
+        batch, *arguments, **constants, ENTRIES=ENTRIES, **tiles
+    )
+
+
+def append_arguments(
+    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor, parts: int
+) -> tuple[tuple, dict[str, int]]:
+    """Checked arguments and constants of an append kernel whose `parts` programs read each count."""
+    config, batch = cache.config, cache.batch
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape != (batch, 1, heads, head_dim):
+            raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
+    check_device(cache.window_key)
+    shift = int(cache.capacity).bit_length()
+    if parts << shift > 1 << 31:
+        raise NotImplementedError(f"{heads} key/value heads with tables for {cache.capacity} tokens")
+    arguments = (
+        _pairs(key.contiguous()), _pairs(value.contiguous()), new_lengths, cache.lengths, cache.history_pages,
+        shift, cache.page_table, cache.page_table.shape[1], cache.window_table, *_windows(cache),
+        *_rotation_arguments(rotation, heads), *_int2_arguments(cache),
+    )  # fmt: skip
+    slots = triton.next_power_of_2(config.window_slots)
+    constants = {"SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots, "SLOTS": slots}
+    return arguments, {**constants, "K": heads, "D": head_dim}
+
+
+def _parts(heads: int, tiles: dict[str, int]) -> int:
+    """Programs that share the pages of all heads and both roles."""
+    return 2 * heads * fmt.PAGE_TOKENS // tiles["ROWS"]
+
+
+def _windows(cache) -> tuple[torch.Tensor, torch.Tensor]:
+    """The window arrays as int32 pairs of bf16, in place."""
+    return cache.window_key.view(torch.int32), cache.window_value.view(torch.int32)
+
+
+def _rotation_arguments(rotation, heads: int) -> tuple[torch.Tensor | int, ...]:
+    """The rotation as the append kernels take it."""
+    multipliers = (rotation.key_multiplier, rotation.value_multiplier)
+    stride = rotation_stride(rotation.key_transform.shape[0], heads)
+    return rotation.key_transform, rotation.value_transform, *multipliers, _bits(rotation.value_mean), stride
+
+
+def _int2_arguments(cache) -> tuple[torch.Tensor, ...]:
+    """The INT2 arrays as the append kernels take them."""
+    scales = (_bits(cache.key_scale), _bits(cache.value_scale))
+    return cache.key_codes, cache.value_codes, *scales, _bits(cache.key_page_mean)

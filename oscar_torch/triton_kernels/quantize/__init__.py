@@ -1,0 +1,1 @@
+"""Whole pages of rows into two bits."""

@@ -1,0 +1,123 @@
+"""The command line: a whole session on a tiny model, its help, and every wrong invocation in one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from oscar_jax.cli import main
+from parity_tests.models.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.hf
+COMMANDS = ("calibrate", "evaluate", "generate", "inspect", "convert")
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, two texts and a calibrated rotation set."""
+    here = tmp_path_factory.mktemp("session")
+    write_tiny_model(here / "model", num_hidden_layers=1)
+    write_tiny_model(here / "other", num_hidden_layers=1, seed=1)
+    (here / "one.txt").write_text("".join(chr(97 + i * i % 23) for i in range(3000)))
+    (here / "two.txt").write_text("".join(chr(97 + i * i % 19) for i in range(3000)))
+    command = f"calibrate --model {here}/model --text {here}/one.txt --out {here}/rotations --tokens 1536"
+    assert main.main(f"{command} --context 512 --chunk 256".split()) == 0
+    return here
+
+
+def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.CaptureFixture) -> None:
+    command = f"evaluate --model {session}/model --rotations {session}/rotations --context 512 --every 4"
+    words = f"{command} --text {session}/two.txt --text {session}/one.txt --out {session}/report".split()
+    assert main.main([*words, "--methods", "bf16,int2,published,hadamard,naive"]) == 0
+    output = capsys.readouterr()
+    document = json.loads((session / "report" / "evaluation.json").read_text())
+    assert [row["method"] for row in document["methods"]] == "bf16 int2 published hadamard naive".split()
+    assert document["quantized_layers"] == [0] and document["dtype"] == "float32"
+    assert "one.txt is part of the calibration text" in output.err and "two.txt is" not in output.err
+    assert "published" in output.out and "KL mean" in output.out
+
+    command = f"generate --model {session}/model --rotations {session}/rotations --max-new-tokens 4"
+    prompt = (session / "two.txt").read_text()[:600]
+    assert main.main([*command.split(), "--prompt", prompt]) == 0
+    output = capsys.readouterr()
+    assert "4 INT2 pages" in output.err and "4 new tokens" in output.err
+
+    for path in ("rotations", "model"):
+        assert main.main(["inspect", str(session / path)]) == 0
+    assert main.main(["inspect", "format"]) == 0
+    shown = capsys.readouterr().out
+    assert "oscar-int2/1" in shown and "head_dim: 32" in shown
+    assert main.main(["convert", str(session / "rotations"), str(session / "set.safetensors")]) == 0
+    assert main.main(["inspect", str(session / "set.safetensors")]) == 0
+
+
+def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: pytest.CaptureFixture) -> None:
+    """Exit code 2 and a single line that contains the offending thing."""
+    (session / "noise.txt").write_bytes(b"\xff\x00")
+    (session / "empty.txt").write_text("")
+    (session / "short.gguf").write_bytes(b"GGUF" + bytes(20))
+    (session / "strange").mkdir(exist_ok=True)
+    (session / "strange" / "config.json").write_text('{"model_type": "mamba"}')
+    broken = session / "broken"
+    shutil.copytree(session / "rotations", broken, dirs_exist_ok=True)
+    (broken / "rotation_set" / "header.json").write_text("{}")
+    model, text = f"--model {session}/model", f"--text {session}/two.txt"
+    rotations, out = f"--rotations {session}/rotations", f"--out {session}/x"
+    calibrate, evaluate, generate = (
+        f"calibrate {out} {text}",
+        f"evaluate {out} {rotations}",
+        "generate --prompt a",
+    )
+    wrong = {
+        f"calibrate {model} {out} --text {session}/no.txt": "no.txt",
+        f"calibrate {model} {out} --text {session}/noise.txt": "noise.txt is not UTF-8",
+        f"calibrate {model} {out} --text {session}/empty.txt": "empty.txt is empty",
+        f"{calibrate} --model {session}/no-model": "no-model",
+        f"{calibrate} --model {session}/short.gguf": "short.gguf",
+        f"{calibrate} --model {session}/strange": "'mamba'",
+        f"{calibrate} {model} --tokens 0": "tokens = 0",
+        f"{calibrate} {model} --basis best": "'best'",
+        f"{calibrate} {model} --damping 2": "damping = 2.0",
+        f"{evaluate} {model} {text} --context 0": "context = 0",
+        f"{evaluate} {model} {text} --context 100": "context = 100",
+        f"{evaluate} {model} {text} --context 4000": "has 3001 tokens",
+        f"{evaluate} {model} {text} --methods bf16,int3": "'int3'",
+        f"{evaluate} {model}": "--text is needed",
+        f"{evaluate} --model {session}/other {text} --context 512": "'model'",
+        f"evaluate {out} {model} {text} --rotations {broken}": "broken",
+        f"evaluate {out} {model} {text} --rotations {session}/one.txt": "one.txt",
+        f"{generate} {model} --cache int2": "--rotations",
+        f"{generate} {model} --temperature -1": "temperature = -1.0",
+        f"{generate} {model} {rotations} --max-new-tokens 9999": "4096 positions",
+        f"generate {model}": "a prompt is needed",
+        f"inspect {session}/nothing": "nothing",
+        f"convert {session}/rotations {session}/x.safetensors --to zip": "'zip'",
+        "calibrate": "--model",
+        "dance": "dance",
+    }
+    for words, cause in wrong.items():
+        code = main.main(words.split())
+        error = capsys.readouterr().err
+        lines = [line for line in error.splitlines() if line.startswith("oscar: error:")]
+        assert code == 2, f"{words}: exit code {code}"
+        assert len(lines) == 1 and error.splitlines()[-1] == lines[0], f"{words}: {error}"
+        assert cause in lines[0], f"{words}: {lines[0]}"
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_itself_with_examples(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main([command, "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: oscar {command}" in shown and f"examples:\n  oscar {command}" in shown
+    assert all(len(line) <= 110 for line in shown.splitlines())
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command}" in shown for command in COMMANDS)

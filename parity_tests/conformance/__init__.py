@@ -1,0 +1,1 @@
+"""The tool: oracle, rows, implementations, report, stress; `python -m parity_tests.conformance`."""

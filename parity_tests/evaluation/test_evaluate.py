@@ -1,0 +1,308 @@
+"""Evaluation: the measures, the simulated recipes, the accounting, and retrieval by greedy decoding."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oscar_jax.cache import live_bytes
+from oscar_jax.calibration.covariance import LayerStatistics
+from oscar_jax.core.errors import CheckpointError, ConfigError
+from oscar_jax.core.rotation_header import RotationHeader
+from oscar_jax.evaluation import fidelity, needles, stepper
+from oscar_jax.evaluation import job as evaluation_job
+from oscar_jax.evaluation import methods as evaluation_methods
+from oscar_jax.evaluation import report as evaluation_report
+from oscar_jax.evaluation.streams import TextError, TokenStream
+from oscar_jax.layer_cache import DenseCache
+from oscar_jax.models.weights import load_model
+from oscar_jax.quantize import round_to_bfloat16
+from oscar_jax.rotations import bases
+from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
+from parity_tests.models.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.hf
+LAYERS = (0, 1)
+CONTEXT = 576
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any, stepper.Runner]:
+    """Model, configuration, tokenizer and compiled steps of a two-layer random model."""
+    model, config, tokenizer = load_model(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+    return model, config, tokenizer, stepper.make_runner(model, config)
+
+
+def rotation_set(config: Any, **changes: Any) -> RotationSet:
+    header = RotationHeader(
+        **(
+            {
+                "model_id": config.model_id,
+                "layers": LAYERS,
+                "num_query_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "rope": "half",
+                "basis": "hadamard",
+                "basis_version": bases.BASIS_VERSION,
+            }
+            | changes
+        )
+    )
+    return RotationSet(header, {layer: hadamard_rotation(2, header.head_dim) for layer in header.layers})
+
+
+def random_statistics(head_dim: int = 32) -> LayerStatistics:
+    generator = np.random.default_rng(1)
+
+    def covariance() -> np.ndarray:
+        rows = generator.standard_normal((2, 100, head_dim)) * np.geomspace(0.1, 3, head_dim)
+        return np.einsum("ktd,kte->kde", rows, rows) / 100
+
+    return LayerStatistics(
+        covariance(), covariance(), np.zeros((2, head_dim)), np.zeros((2, head_dim)), covariance(),
+        covariance(), covariance(), tokens=100,
+    )  # fmt: skip
+
+
+def stream_of(tokens: np.ndarray, digests: tuple[str, ...] = ()) -> TokenStream:
+    return TokenStream("random", tokens, "0" * 16, digests, len(tokens))
+
+
+@pytest.fixture(scope="module")
+def result(tiny: tuple) -> tuple[list[stepper.Method], evaluation_report.StreamResult]:
+    """One stream judged by every kind of method."""
+    _, config, _, steps = tiny
+    tokens = np.random.default_rng(5).integers(0, 256, CONTEXT).astype(np.int32)
+    statistics: dict[int, Any] = dict.fromkeys(LAYERS, random_statistics())
+    names = ["int2", "int2:balanced@0.1@1.6", "published", "hadamard", "naive"]
+    methods = evaluation_methods.resolve_methods(names, config, LAYERS, rotation_set(config), statistics)
+    found = evaluation_job.evaluate_stream(
+        steps, methods, stream_of(tokens), tokens, LAYERS, chunk=64, every=3
+    )
+    return methods, found
+
+
+def test_distributions_are_compared_as_in_float64() -> None:
+    generator = np.random.default_rng(0)
+    logits = [generator.standard_normal((5, 40)) * 3 for _ in range(2)]
+    log_p, log_q = (z - np.log(np.exp(z).sum(axis=1, keepdims=True)) for z in logits)
+    targets = np.asarray([0, 39, 7, 7, 1], np.int32)
+    nll, kl, same = stepper.compare_distributions(
+        jnp.asarray(log_p, jnp.float32), jnp.asarray(log_q, jnp.float32), jnp.asarray(targets)
+    )
+    np.testing.assert_allclose(nll, -log_q[np.arange(5), targets], rtol=1e-5)
+    np.testing.assert_allclose(kl, (np.exp(log_p) * (log_p - log_q)).sum(axis=1), rtol=1e-5)
+    assert same.tolist() == (log_p.argmax(1) == log_q.argmax(1)).tolist()
+
+
+def test_positions_lie_past_sink_recent_window_and_one_page(tiny: tuple) -> None:
+    geometry = tiny[1].cache_config()
+    assert evaluation_job.judged_positions(600, 1, geometry).tolist() == list(range(384, 599))
+    assert evaluation_job.judged_positions(600, 100, geometry).tolist() == [400, 500]
+
+
+def test_bits_are_counted_by_the_stated_formulas() -> None:
+    assert [fidelity.asymmetric_bits(d) for d in (64, 128, 192, 256)] == [2.5, 2.25, 2 + 32 / 192, 2.25]
+    assert [fidelity.page_bits(d) for d in (64, 128, 256)] == [2.375, 2.25, 2.1875]
+
+
+def test_bf16_figures_are_those_of_the_plain_model(tiny: tuple, result: tuple) -> None:
+    """Chunked and cached against one uncached pass: likelihoods agree up to the cache's rounding to bf16."""
+    model, _, _, _ = tiny
+    methods, found = result
+    tokens = found.stream.tokens
+    logits, _ = model(jnp.asarray(tokens)[None])
+    log_p = jax.nn.log_softmax(logits[0])
+    expected = -np.asarray(log_p)[found.positions, tokens[found.positions + 1]]
+    difference = np.abs(found.nll["bf16"] - expected)
+    assert np.median(difference) < 0.02 * np.abs(expected).mean()
+    assert not found.kl["bf16"].any() and found.top1["bf16"].all()
+    assert set(found.layer_errors) == {method.name for method in methods} - {"bf16"}
+
+
+def test_every_method_is_worse_than_bf16_and_finite(result: tuple) -> None:
+    _, found = result
+    for name in found.layer_errors:
+        assert np.isfinite(found.kl[name]).all() and found.kl[name].mean() > 1e-6, name
+        for errors in found.layer_errors[name].values():
+            assert 0 < errors["value_error"] < errors["output_error"] < 10, name
+    naive, int2 = (np.mean([e["kl"] for e in found.layer_errors[n].values()]) for n in ("naive", "int2"))
+    assert int2 < naive
+
+
+def test_simulated_caches_read_exact_windows_and_restored_history(tiny: tuple) -> None:
+    """A chunk after 500 tokens: dense attention over rows mixed by hand."""
+    config = tiny[1]
+    recipe = fidelity.make_recipe(np.eye(32)[None], np.eye(32)[None])
+    method = stepper.Method("naive", "simulated", {0: recipe}, 2.25)
+    cache = stepper.allocate_caches(method, config, 600)[0]
+    keys = jax.random.split(jax.random.key(0), 6)
+
+    @jax.jit
+    def attend(rows: list[jax.Array], cache: Any, count: jax.Array) -> tuple[jax.Array, Any]:
+        query, key, value = rows
+        return stepper.AnyAttention(config, {0: recipe}, count)(0, query, key, value, cache)
+
+    old = [round_to_bfloat16(jax.random.normal(k, (1, 500, n, 32))) for k, n in zip(keys, (4, 2, 2))]
+    new = [round_to_bfloat16(jax.random.normal(k, (1, 64, n, 32))) for k, n in zip(keys[3:], (4, 2, 2))]
+    _, cache = attend(old, cache, jnp.asarray([500], jnp.int32))
+    out, _ = attend(new, cache, jnp.asarray([64], jnp.int32))
+
+    end = 64 + 64 * config.cache_config().history_pages(500)
+    restored = cache.restored.key[0, :500], cache.restored.value[0, :500]
+    for rows, expected in zip(restored, fidelity.reconstruct_rows(old[1][0], old[2][0], recipe)):
+        # Compiled apart, a value on the edge between two codes may fall to either side.
+        assert np.mean(np.abs(np.asarray(rows - expected)) > 1e-4) < 1e-3
+    mixed = [
+        exact[0].astype(jnp.float32).at[64:end].set(rows[64:end]) for exact, rows in zip(old[1:], restored)
+    ]
+    key, value = (
+        jnp.concatenate([rows, fresh[0].astype(jnp.float32)]) for rows, fresh in zip(mixed, new[1:])
+    )
+    for t in (0, 63):
+        for n in range(4):
+            scores = key[: 501 + t, n // 2] @ new[0][0, t, n].astype(jnp.float32) * config.attention_scale
+            expected = jax.nn.softmax(scores) @ value[: 501 + t, n // 2]
+            np.testing.assert_allclose(out[0, t, n], expected, atol=2e-5)
+
+
+def test_published_recipe_is_orthogonal_clipped_and_grouped() -> None:
+    recipe = evaluation_methods.published_recipe(random_statistics(256))
+    rows = round_to_bfloat16(jax.random.normal(jax.random.key(2), (3, 1, 256)))
+    assert (int(recipe.key_clip_index), int(recipe.value_clip_index)) == (245, 235)
+    matrix = np.asarray(recipe.key_rotation[0], np.float64)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(256), atol=1e-5)
+    rotated = np.asarray(rows[:, 0], np.float64) @ matrix
+    threshold = np.sort(np.abs(rotated), axis=1)[:, 245:246]
+    grouped = np.clip(rotated, -threshold, threshold).reshape(3, 2, 128)
+    low, high = grouped.min(axis=2, keepdims=True), grouped.max(axis=2, keepdims=True)
+    scale = (high - low) / 3
+    codes = np.trunc((grouped - low) / scale + 0.5)
+    expected = (codes * scale + low).reshape(3, 256) @ matrix.T
+    found = fidelity.fake_quantize_rows(rows, recipe.key_rotation, recipe.key_clip_index)
+    # A value on the edge between two codes may fall to either side in float32.
+    assert np.mean(np.abs(np.asarray(found[:, 0]) - expected) > 1e-4) < 0.01
+
+
+def test_bytes_are_those_of_the_real_cache_or_counted_likewise(tiny: tuple, result: tuple) -> None:
+    config = tiny[1]
+    methods, found = result
+    pages = config.cache_config().history_pages(CONTEXT)
+    int2_page = 34 * 32 + 256
+    window = 4 * 2 * 32 * (CONTEXT - 64 * pages)
+    by_name = {method.name: found.cache_bytes[method.name] for method in methods}
+    assert by_name["bf16"]["all_layers"] == by_name["bf16"]["all_layers_bf16"] == 2 * 4 * 2 * 32 * CONTEXT
+    assert by_name["int2"]["quantized_layers"] == 2 * (2 * pages * int2_page + window)
+    assert by_name["naive"]["quantized_layers"] == 2 * (round(64 * pages * 2 * 2 * 32 * 3 / 8) + window)
+    caches = stepper.allocate_caches(methods[0], config, 64)
+    assert all(isinstance(cache, DenseCache) for cache in caches) and live_bytes(caches[0])["total"] == 0
+
+
+def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_path: Path) -> None:
+    config = tiny[1]
+    methods, found = result
+    about = evaluation_job.about_this_run(
+        config, "float32", context=CONTEXT, chunk=64, every=3, sink_tokens=64, recent_tokens=256,
+        quantized_layers=list(LAYERS), rotations=None,
+    )  # fmt: skip
+    document = evaluation_report.evaluation_document([found, found], methods, about)
+    evaluation_report.save_evaluation(document, [found, found], methods, tmp_path)
+    stored = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [row["method"] for row in stored["methods"]] == [method.name for method in methods]
+    for row in stored["methods"]:
+        for name in ("bits_per_element", "perplexity", "kl_mean", "kl_median", "kl_p99", "top1"):
+            assert isinstance(row[name], float)
+    # Pooling a text with itself changes nothing.
+    one, two = stored["texts"][0]["methods"][1], stored["methods"][1]
+    assert one["kl_mean"] == pytest.approx(two["kl_mean"]) and one["perplexity"] == pytest.approx(
+        two["perplexity"]
+    )
+    assert stored["texts"][0]["positions"] == {"first": 384, "last": 573, "count": len(found.positions)}
+    table = (tmp_path / "evaluation.md").read_text()
+    assert "2 of 2 layers (0, 1)" in table and "| naive | 3 |" in table and "0" * 16 in table
+    assert (tmp_path / "evaluation.png").stat().st_size > 0 and (tmp_path / "layers.png").stat().st_size > 0
+
+
+def test_refusals_name_their_cause(tiny: tuple) -> None:
+    config = tiny[1]
+    fitted, statistics = rotation_set(config), {0: random_statistics()}
+
+    def resolve(name: str, rotations: Any = fitted, found: Any = statistics) -> None:
+        evaluation_methods.resolve_methods([name], config, LAYERS, rotations, found)
+
+    for call, error, message in (
+        (lambda: resolve("int3"), ConfigError, "unknown method 'int3'"),
+        (lambda: resolve("int2:best"), ConfigError, "basis 'best'"),
+        (lambda: resolve("int2:oscar@x"), ConfigError, "with numbers"),
+        (lambda: resolve("int2", None), ConfigError, "needs --rotations"),
+        (lambda: resolve("published", fitted, None), ConfigError, "statistics.safetensors"),
+        (lambda: resolve("published"), ConfigError, "lack layer 1"),
+        (lambda: resolve("int2", rotation_set(config, model_id="x")), CheckpointError, "made for model 'x'"),
+        (lambda: resolve("int2", rotation_set(config, head_dim=64)), CheckpointError, "head_dim = 64"),
+        (lambda: resolve("int2", rotation_set(config, layers=(1,))), CheckpointError, "lacks layer 0"),
+        (lambda: evaluation_job.check_evaluation(0, 64, 1, config), ConfigError, "context = 0"),
+        (lambda: evaluation_job.check_evaluation(5000, 64, 1, config), ConfigError, "4096 positions"),
+        (lambda: evaluation_job.check_evaluation(600, 65, 1, config), ConfigError, "chunk = 65"),
+        (
+            lambda: evaluation_job.with_bos(stream_of(np.zeros(3, np.int32)), 9, config),
+            TextError,
+            "has 4 tokens",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_calibration_text_is_recognized(tiny: tuple) -> None:
+    fitted = rotation_set(tiny[1], extra={"document_digests": ["a", "b"]})
+    assert evaluation_job.is_calibration_text(stream_of(np.zeros(1, np.int32), ("c", "b")), fitted)
+    assert not evaluation_job.is_calibration_text(stream_of(np.zeros(1, np.int32), ("c",)), fitted)
+
+
+def test_needles_are_planted_at_even_depths() -> None:
+    def encode(sentence: str) -> list[int]:
+        return [ord(character) for character in sentence]
+
+    filler = np.full(200, 32, np.int32)
+    planted = needles.make_needle_context(filler, encode, 1500, 4, random.Random(0), bos=256)
+    assert len(planted.tokens) == 1500 and planted.tokens[0] == 256
+    assert planted.depths == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=2e-3)
+    whole = "".join(chr(token) for token in planted.tokens[1:])
+    for name, number in zip(planted.names, planted.numbers):
+        assert f"the secret number of {name} is {number}." in whole
+    with pytest.raises(ConfigError, match="too short"):
+        needles.make_needle_context(filler, encode, 100, 4, random.Random(0), bos=None)
+
+
+def test_answers_are_greedy_continuations_through_the_cache(tiny: tuple) -> None:
+    """What `retrieve` scores are the uncached model's tokens, and no question disturbs another."""
+    model, _, tokenizer, steps = tiny
+
+    def encode(sentence: str) -> list[int]:
+        return tokenizer.encode(sentence, add_special_tokens=False)
+
+    filler = np.random.default_rng(8).integers(97, 123, 400).astype(np.int32)
+    planted = needles.make_needle_context(filler, encode, 400, 2, random.Random(1), bos=256)
+    answers: list[list[int]] = []
+
+    def decode(tokens: Any) -> str:
+        answers.append(list(tokens))
+        return planted.numbers[0] + "!"
+
+    method = stepper.Method("bf16", "bf16", {}, 16.0)
+    found = needles.retrieve(steps, method, planted, encode, decode, chunk=64)
+    assert found == [True, planted.numbers[0] == planted.numbers[1]]
+    greedy = jax.jit(lambda tokens, last: jnp.argmax(model(tokens)[0][0, last]))
+    for name, answer in zip(planted.names, answers):
+        tokens = [*planted.tokens, *encode(needles.needle_question(name))]
+        start = len(tokens)
+        tokens += answer
+        padded = np.zeros((1, 512), np.int32)
+        padded[0, : len(tokens)] = tokens
+        assert [int(greedy(padded, start - 1 + i)) for i in range(len(answer))] == answer
