@@ -14,7 +14,6 @@ import pytest
 
 from oscar_jax.cache import allocate_layer_cache, append_rows, read_layer_cache
 from oscar_jax.calibration import held_out as calibration_held_out
-from oscar_jax.calibration import job as calibrate
 from oscar_jax.calibration import job as calibration_job
 from oscar_jax.calibration import statistics as calibration_statistics
 from oscar_jax.cli import main
@@ -292,7 +291,7 @@ def test_killed_from_the_command_line_gives_the_same_rotation_set(
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(2000)))
 
     def run(out: str) -> int:
-        return main.main(
+        return main(
             f"calibrate --model {path} --text {tmp_path / 'text.txt'} --out {tmp_path / out} --tokens 1500 "
             "--context 512 --chunk 128 --save-every 1 --basis balanced".split()
         )
@@ -306,9 +305,9 @@ def test_killed_from_the_command_line_gives_the_same_rotation_set(
         if len(saved) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrate, "save_state", save_and_die)
+    monkeypatch.setattr(calibration_statistics, "save_state", save_and_die)
     assert run("killed") == 130
-    monkeypatch.setattr(calibrate, "save_state", save_state)
+    monkeypatch.setattr(calibration_statistics, "save_state", save_state)
     assert (tmp_path / "killed" / calibration_statistics.STATE_FILE).exists()
     assert run("killed") == 0
     assert not (tmp_path / "killed" / calibration_statistics.STATE_FILE).exists()

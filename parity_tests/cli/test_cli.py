@@ -22,14 +22,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "one.txt").write_text("".join(chr(97 + i * i % 23) for i in range(3000)))
     (here / "two.txt").write_text("".join(chr(97 + i * i % 19) for i in range(3000)))
     command = f"calibrate --model {here}/model --text {here}/one.txt --out {here}/rotations --tokens 1536"
-    assert main.main(f"{command} --context 512 --chunk 256".split()) == 0
+    assert main(f"{command} --context 512 --chunk 256".split()) == 0
     return here
 
 
 def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.CaptureFixture) -> None:
     command = f"evaluate --model {session}/model --rotations {session}/rotations --context 512 --every 4"
     words = f"{command} --text {session}/two.txt --text {session}/one.txt --out {session}/report".split()
-    assert main.main([*words, "--methods", "bf16,int2,published,hadamard,naive"]) == 0
+    assert main([*words, "--methods", "bf16,int2,published,hadamard,naive"]) == 0
     output = capsys.readouterr()
     document = json.loads((session / "report" / "evaluation.json").read_text())
     assert [row["method"] for row in document["methods"]] == "bf16 int2 published hadamard naive".split()
@@ -39,17 +39,17 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
 
     command = f"generate --model {session}/model --rotations {session}/rotations --max-new-tokens 4"
     prompt = (session / "two.txt").read_text()[:600]
-    assert main.main([*command.split(), "--prompt", prompt]) == 0
+    assert main([*command.split(), "--prompt", prompt]) == 0
     output = capsys.readouterr()
     assert "4 INT2 pages" in output.err and "4 new tokens" in output.err
 
     for path in ("rotations", "model"):
-        assert main.main(["inspect", str(session / path)]) == 0
-    assert main.main(["inspect", "format"]) == 0
+        assert main(["inspect", str(session / path)]) == 0
+    assert main(["inspect", "format"]) == 0
     shown = capsys.readouterr().out
     assert "oscar-int2/1" in shown and "head_dim: 32" in shown
-    assert main.main(["convert", str(session / "rotations"), str(session / "set.safetensors")]) == 0
-    assert main.main(["inspect", str(session / "set.safetensors")]) == 0
+    assert main(["convert", str(session / "rotations"), str(session / "set.safetensors")]) == 0
+    assert main(["inspect", str(session / "set.safetensors")]) == 0
 
 
 def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: pytest.CaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         "dance": "dance",
     }
     for words, cause in wrong.items():
-        code = main.main(words.split())
+        code = main(words.split())
         error = capsys.readouterr().err
         lines = [line for line in error.splitlines() if line.startswith("oscar: error:")]
         assert code == 2, f"{words}: exit code {code}"
@@ -109,7 +109,7 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_itself_with_examples(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop:
-        main.main([command, "--help"])
+        main([command, "--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert f"usage: oscar {command}" in shown and f"examples:\n  oscar {command}" in shown
@@ -118,6 +118,6 @@ def test_help_explains_itself_with_examples(command: str, capsys: pytest.Capture
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        main.main(["--help"])
+        main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"\n    {command}" in shown for command in COMMANDS)

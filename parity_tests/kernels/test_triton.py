@@ -188,17 +188,18 @@ class TestCompiled:
         """Limbs of rows go to wgmma from registers; three programs fit a multiprocessor; no division."""
         from triton.experimental.gluon._runtime import GluonASTSource
 
+        from oscar_torch.triton_kernels.append import gluon as append_gluon
         from oscar_torch.triton_kernels.quantize import gluon
-        from oscar_torch.triton_kernels.quantize import gluon as quantize_gluon
 
-        constants = {"K": 8, "D": head_dim}
+        constants, module = {"K": 8, "D": head_dim}, gluon
         if name == "_bulk_kernel":
             constants |= {"FIRST_ROLE": 0}
         else:
+            module = append_gluon
             constants |= {"SINK_PAGES": 1, "RECENT_SLOTS": 5, "SLOTS": 8}
         programs, warps, registers = gluon.PLANS[head_dim]
         options = {"num_warps": warps, "maxnreg": registers}
-        ptx, shared = compile_quantizer(GluonASTSource, getattr(quantize_gluon, name), constants, options)
+        ptx, shared = compile_quantizer(GluonASTSource, getattr(module, name), constants, options)
         # Both roles: blocks of 64 columns, 4 products of them, steps of 32 channels.
         product = r"wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 \{[^}]*\}, \{(?:%r\d+,? ?){4}\}"
         assert len(re.findall(product, ptx)) == 2 * (head_dim // 64) * 4 * (head_dim // 32)

@@ -15,12 +15,10 @@ import safetensors.numpy
 import torch
 
 from oscar_jax.core import cache_format as fmt
-from oscar_jax.core import config as jax_config
 from oscar_jax.core import errors as jax_errors
 from oscar_jax.core import rotation_header
 from oscar_jax.rotations import bases, rotation
 from oscar_jax.rotations import store as checkpoint
-from oscar_torch.core import config as torch_config
 from oscar_torch.core import errors as torch_errors
 from oscar_torch.rotations import store as torch_checkpoint
 
@@ -131,7 +129,7 @@ def test_torch_reads_without_jax(saved):
 import sys
 for name in ("jax", "jaxlib", "orbax", "flax"):
     sys.modules[name] = None
-from oscar_torch import checkpoint
+from oscar_torch.rotations import store as checkpoint
 for path in sys.argv[1:]:
     print(sorted(checkpoint.load_rotation_set(path).layers))
 """
@@ -143,7 +141,7 @@ def test_jax_reads_without_torch(saved):
 import sys
 for name in ("torch", "triton"):
     sys.modules[name] = None
-from oscar_jax import checkpoint
+from oscar_jax.rotations import store as checkpoint
 print(sorted(checkpoint.load_rotation_set(sys.argv[1]).layers))
 """
     assert run_python(code, saved / "set.safetensors") == "[3, 11]\n"
@@ -154,7 +152,7 @@ def test_saved_on_four_devices_loads_on_one(rotation_set, saved, tmp_path):
 import sys
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from oscar_jax import checkpoint
+from oscar_jax.rotations import store as checkpoint
 import dataclasses
 assert jax.device_count() == 4
 loaded = checkpoint.load_rotation_set(sys.argv[1])
@@ -184,7 +182,7 @@ def test_saving_replaces_only_rotation_sets(rotation_set, saved, tmp_path):
     assert (foreign / "thesis.txt").read_text() == "mine"
     model = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"weight": np.zeros(3)}, model)
-    for module, config in ((checkpoint, jax_config), (torch_checkpoint, torch_config)):
+    for module, config in ((checkpoint, jax_errors), (torch_checkpoint, torch_errors)):
         loaded = module.load_safetensors(saved / "set.safetensors")
         with pytest.raises(config.CheckpointError, match="refusing to overwrite"):
             module.save_safetensors(loaded, model)
