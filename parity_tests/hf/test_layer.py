@@ -1,0 +1,101 @@
+"""One `OscarLayer` fed with rows: selection, growth, memory."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from oscar_torch.core.errors import CacheFullError  # noqa: E402
+from oscar_torch.hf import cache as hf_cache  # noqa: E402
+from oscar_torch.hf import layer as hf_layer  # noqa: E402
+from parity_tests.hf.tiny import (  # noqa: E402
+    assert_same,
+    feed,
+    make_layer,
+    random_rows,
+    stored,
+)
+
+pytestmark = pytest.mark.hf
+
+
+def test_a_piece_of_one_token_is_no_decoding_step():
+    """[19] From 511 tokens a turn's first piece is one token, which completes a page: alone ≡ in a batch."""
+    first, turn = random_rows(2, 511), random_rows(2, 9, seed=1)
+    alone, batch = make_layer(), make_layer()
+    feed(alone, first[:1])
+    expected = feed(alone, turn[:1])
+    real = torch.ones(2, 511, dtype=torch.bool)
+    real[1, :300] = False
+    feed(batch, first, real)
+    torch.testing.assert_close(feed(batch, turn)[:1], expected, atol=1e-5, rtol=1e-5)
+    assert_same(stored(alone, 0), stored(batch, 0))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_select_then_append_equals_sequences_alone(window):
+    """[23, 24] Repeat, reorder and select, then different rows for everyone: no page is shared by mistake."""
+    starts = [random_rows(1, n, seed=n) for n in (330, 520, 70)]
+    layer, width = make_layer(window), 520
+    batch, real = torch.zeros(3, width, 16), torch.zeros(3, width, dtype=torch.bool)
+    for b, rows in enumerate(starts):
+        batch[b, width - rows.shape[1] :] = rows[0]
+        real[b, width - rows.shape[1] :] = True
+    feed(layer, batch, real)
+    parents = [0, 1, 2]
+    layer.batch_repeat_interleave(2)
+    parents = [p for p in parents for _ in range(2)]
+    layer.reorder_cache(torch.tensor([3, 3, 1, 5, 2, 0]))
+    parents = [parents[i] for i in (3, 3, 1, 5, 2, 0)]
+    layer.batch_select_indices(torch.tensor([True, True, True, True, True, False]))
+    parents = parents[:5]
+    more = random_rows(5, 140, seed=9)
+    outputs = [feed(layer, more[:, i : i + 70]) for i in (0, 70)]
+    for b, parent in enumerate(parents):
+        alone = make_layer(window)
+        feed(alone, starts[parent])
+        expected = [feed(alone, more[b : b + 1, i : i + 70]) for i in (0, 70)]
+        assert_same(stored(layer, b), stored(alone, 0))
+        for o, e in zip(outputs, expected):
+            torch.testing.assert_close(o[b : b + 1], e, atol=1e-5, rtol=1e-5)
+
+
+def test_growing_equals_preallocated_and_full_is_an_error():
+    """[26] Pools that grow page by page hold the bytes of one allocated at once; the limit is a limit."""
+    grown, fixed = make_layer(), make_layer(max_length=700)
+    rows = random_rows(2, 700)
+    for start in range(0, 700, 50):
+        feed(grown, rows[:, start : start + 50])
+    feed(fixed, rows)
+    for b in range(2):
+        assert_same(stored(grown, b), stored(fixed, b))
+    assert fixed.get_max_length() == 700 and grown.get_max_length() == -1
+    before = stored(fixed, 0)
+    with pytest.raises(CacheFullError, match="701 tokens, max_length = 700"):
+        feed(fixed, rows[:, :1])
+    assert_same(stored(fixed, 0), before)
+    assert grown.store.key_codes.shape[0] <= 1 + 2 * (5 + hf_layer.GROW_PAGES)
+    grown.reset()
+    assert grown.get_seq_length() == 0 and grown.store is None
+    feed(grown, rows[:1])
+    assert_same(stored(grown, 0), stored(fixed, 0))
+
+
+def test_memory_is_the_formulas():
+    """[21] Bytes in use within 1 % of the format page's formula; bytes allocated within 1 % of those."""
+    tokens, heads, head_dim = 2047, 2, 16  # a length that fills every BF16 page but for one row
+    layer = make_layer(max_length=tokens)
+    feed(layer, random_rows(2, tokens))
+    pages = (tokens - 320) // 64
+    windows = -(-tokens // 64) - pages
+    formula = 2 * heads * (pages * (34 * head_dim + 256) + windows * 256 * head_dim)
+    model = hf_cache.OscarCache.__new__(hf_cache.OscarCache)
+    model.layers = [layer]
+    live = model.live_bytes()
+    assert abs(live["total"] - formula) <= 0.01 * formula
+    arrays = [a for a in vars(layer.store).values() if isinstance(a, torch.Tensor)]
+    in_memory = sum(a.untyped_storage().nbytes() for a in arrays)
+    reserved = heads * ((34 * head_dim + 256) + 256 * head_dim)  # page 0 of either kind
+    assert abs(in_memory - reserved - formula) <= 0.01 * formula
+    # At head_dim 16 an INT2 page is 5.12 times smaller than in BF16; at this length the windows weigh much.
+    assert live["bfloat16"] / live["total"] > 2.5
