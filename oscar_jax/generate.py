@@ -17,6 +17,7 @@ from flax import nnx
 
 from .core import cache_format as fmt
 from .core.errors import CheckpointError, ConfigError
+from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .models.cached_attention import CachedAttention, allocate_model_cache, int2_layers, model_live_bytes
 from .models.config import ModelConfig
 from .models.decoder import Decoder
@@ -116,7 +117,7 @@ class Generator:
         sampling: SamplingConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
         chunk: int = PREFILL_CHUNK,
-        sliding_layers_bf16: bool = True,
+        window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
         implementation: str | None = None,
     ) -> None:
         if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
@@ -124,8 +125,8 @@ class Generator:
         self.config, self.cache, self.chunk = config, cache, chunk
         self.sampling = SamplingConfig() if sampling is None else sampling
         self.eos = tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self.sliding_layers_bf16, self.implementation = sliding_layers_bf16, implementation
-        needed = int2_layers(config, sliding_layers_bf16=sliding_layers_bf16) if cache == "int2" else ()
+        self.window_policy, self.implementation = window_policy, implementation
+        needed = int2_layers(config, window_policy=window_policy) if cache == "int2" else ()
         self.rotations = jax.tree.map(jnp.asarray, select_rotations(rotations, config, needed))
         self._graph, self._parameters = nnx.split(model)
         self._dtype = model.dtype
@@ -155,7 +156,7 @@ class Generator:
             # whole chunks, so that runs of similar length share programs too
             -(-longest // self.chunk) * self.chunk,
             kind=self.cache,
-            sliding_layers_bf16=self.sliding_layers_bf16,
+            window_policy=self.window_policy,
         )
         new = [[] for _ in prompts]
 

@@ -22,7 +22,7 @@ PROBES = 192
 # balanced basis: KL .046 against .033), so it does not compete.
 KEY_CANDIDATES = (("channel_balanced", 0.1), ("balanced", 0.1), ("oscar", 0.0), ("hadamard", 0.0))
 VALUE_CANDIDATES = ("hadamard", "oscar", "oscar_exact")
-VALUE_MULTIPLIERS = (371, 333, 410)
+VALUE_MULTIPLIERS = (fmt.VALUE_MULTIPLIER_DEFAULT, 333, 410)
 KEY_FIELDS = ("key_transform", "query_transform", "key_mean")
 VALUE_FIELDS = ("value_transform", "output_transform", "value_mean")
 MARGIN = 0.97  # a candidate replaces the simplest one only if its error is below this share of it

@@ -24,7 +24,7 @@ from ..core.errors import ConfigError
 from ..core.rotation_header import RotationHeader
 from ..evaluation.stepper import Runner, layer_error
 from ..rotations import bases
-from ..rotations.fit import KEY_MULTIPLIERS, fit_layer_rotation
+from ..rotations.fit import fit_layer_rotation
 from ..rotations.rotation import LayerRotation, RotationSet
 from . import covariance
 from .held_out import _least_context, choose_layer_rotation, observe_sequence
@@ -77,7 +77,7 @@ def fit_rotation_set(
     by_layer: dict[str, Any] = {}
     for layer in layers:
         seen = [observation[layer] for observation in observed if len(observation[layer].positions)]
-        alpha = KEY_MULTIPLIERS[0] / (1 << fmt.MULTIPLIER_BITS)
+        alpha = fmt.KEY_MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)
         name = f"{settings.basis} {settings.damping:g}"
         chosen: dict[str, Any] = {"key": [{"basis": name, "alpha": alpha}]}
         if settings.basis == "auto":
@@ -95,7 +95,7 @@ def fit_rotation_set(
                 settings.basis,
                 per_head=settings.per_head,
                 damping=settings.damping,
-                key_multiplier=KEY_MULTIPLIERS[0],
+                key_multiplier=fmt.KEY_MULTIPLIER_DEFAULT,
             )
         fitted = jax.tree.map(jnp.asarray, rotations[layer])
         errors = [layer_error(h.query, h.positions, h.key, h.value, fitted, config, layer) for h in seen]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError, OscarError
+from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, RING_WINDOW, WindowPolicy
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -210,7 +211,9 @@ def _add_calibrate(commands) -> None:
         help="added to covariances, relative to the mean variance (default %(default)s; not used by auto)",
     )
     command.add_argument(
-        "--all-layers", action="store_true", help="also layers with a sliding window of at most 1024 tokens"
+        "--all-layers",
+        action="store_true",
+        help=f"also layers with a sliding window of at most {RING_WINDOW} tokens",
     )
     command.add_argument(
         "--chunk", type=int, default=512, metavar="N", help="tokens per forward pass (default %(default)s)"
@@ -629,7 +632,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         cache=kind,
         rotations=rotations,
         sampling=sampling,
-        sliding_layers_bf16=not arguments.all_layers,
+        window_policy=_window_policy(arguments),
     )
     streams = [TextStream(tokenizer) for _ in prompts]
     texts = ["" for _ in prompts]
@@ -763,13 +766,18 @@ def _run_convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _int2_layers(arguments: argparse.Namespace, config: Any) -> tuple[int, ...]:
-    from ..models.cached_attention import MAX_BF16_WINDOW, int2_layers
+def _window_policy(arguments: argparse.Namespace) -> WindowPolicy:
+    return EVERY_LAYER_INT2 if arguments.all_layers else DEFAULT_WINDOW_POLICY
 
-    layers = int2_layers(config, sliding_layers_bf16=not arguments.all_layers)
+
+def _int2_layers(arguments: argparse.Namespace, config: Any) -> tuple[int, ...]:
+    from ..models.cached_attention import int2_layers
+
+    policy = _window_policy(arguments)
+    layers = int2_layers(config, window_policy=policy)
     if not layers:
         raise ConfigError(
-            f"every layer has a sliding window of at most {MAX_BF16_WINDOW} tokens and stays BF16: "
+            f"every layer has a sliding window of at most {policy.ring_window} tokens and stays BF16: "
             "use --all-layers"
         )
     return layers

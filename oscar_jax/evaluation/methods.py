@@ -12,7 +12,7 @@ from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..models.config import ModelConfig
 from ..rotations.bases import KEY_BASES, hadamard_matrix
-from ..rotations.fit import KEY_MULTIPLIERS, fit_layer_rotation
+from ..rotations.fit import fit_layer_rotation
 from ..rotations.rotation import RotationSet
 from . import fidelity
 from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
@@ -20,7 +20,7 @@ from .stepper import Method
 
 METHODS = ("bf16", "int2", "published", "hadamard", "naive")
 # Of a method "int2:BASIS": damping and alpha, as `oscar calibrate --basis BASIS` takes them.
-DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, KEY_MULTIPLIERS[0] / (1 << fmt.MULTIPLIER_BITS)]
+DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, fmt.KEY_MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)]
 
 
 def check_method_names(names: Sequence[str]) -> None:

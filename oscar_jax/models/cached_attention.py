@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from ..cache import allocate_dense_cache, allocate_layer_cache, attend, live_bytes
 from ..core.errors import ConfigError
+from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
 from .config import ModelConfig
 
-MAX_BF16_WINDOW = 1024  # layers with a window up to this keep a BF16 ring: it is as small as INT2 pages
 CACHE_KINDS = ("int2", "bf16")
 
 
@@ -58,13 +58,11 @@ class CachedAttention:
         )
 
 
-def int2_layers(config: ModelConfig, *, sliding_layers_bf16: bool = True) -> tuple[int, ...]:
+def int2_layers(
+    config: ModelConfig, *, window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY
+) -> tuple[int, ...]:
     """Layers whose cache is INT2; the others have a short window and keep a BF16 ring."""
-    return tuple(
-        layer
-        for layer, window in enumerate(config.layer_windows)
-        if not (sliding_layers_bf16 and window is not None and window <= MAX_BF16_WINDOW)
-    )
+    return window_policy.int2_layers(config.layer_windows)
 
 
 def allocate_model_cache(
@@ -73,20 +71,20 @@ def allocate_model_cache(
     max_length: int,
     *,
     kind: str = "int2",
-    sliding_layers_bf16: bool = True,
+    window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
     dtype: Any = jnp.bfloat16,
     **windows: int,
 ) -> list[LayerCache | DenseCache]:
     """Empty caches, one per layer, for `batch` sequences of up to `max_length` tokens.
 
-    kind "int2": INT2 pages, except for layers with a sliding window of at most 1024, which keep a BF16 ring
-    unless `sliding_layers_bf16` is False. kind "bf16": dense, rings where there is a window; `dtype` other
-    than bfloat16 is for comparisons. `windows` are `sink_tokens`, `recent_tokens`. Raises ConfigError.
+    kind "int2": INT2 pages, except for layers that keep a BF16 ring by `window_policy`. kind "bf16": dense,
+    rings where there is a window; `dtype` other than bfloat16 is for comparisons. `windows` are
+    `sink_tokens`, `recent_tokens`. Raises ConfigError.
     """
     if kind not in CACHE_KINDS:
         raise ConfigError(f"cache kind {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
     geometry = config.cache_config(**windows)
-    paged = int2_layers(config, sliding_layers_bf16=sliding_layers_bf16) if kind == "int2" else ()
+    paged = int2_layers(config, window_policy=window_policy) if kind == "int2" else ()
     return [
         allocate_layer_cache(geometry, batch, max_length)
         if layer in paged

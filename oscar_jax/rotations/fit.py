@@ -18,7 +18,7 @@ from .bases import (
 from .rotation import LayerRotation, make_layer_rotation
 
 # alpha in units of 1/256; bases compete at the first of each: 1.60, 1.30, 1.45, 1.75 and 1.45, 1.30, 1.60
-KEY_MULTIPLIERS = (410, 333, 371, 448)
+KEY_MULTIPLIERS = (fmt.KEY_MULTIPLIER_DEFAULT, 333, 371, 448)
 
 
 class LayerStatistics(Protocol):
@@ -47,8 +47,8 @@ def fit_layer_rotation(
     *,
     per_head: bool,
     damping: float,
-    key_multiplier: int = fmt.MULTIPLIER_DEFAULT,
-    value_multiplier: int = fmt.MULTIPLIER_DEFAULT,
+    key_multiplier: int = fmt.KEY_MULTIPLIER_DEFAULT,
+    value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT,
     value_basis: str = "hadamard",
 ) -> LayerRotation:
     """The rotation of one layer from its statistics, [K, D, D] if per_head, else [1, D, D] of the head means.

@@ -160,8 +160,8 @@ def make_layer_rotation(
     *,
     key_mean: np.ndarray | None = None,
     value_mean: np.ndarray | None = None,
-    key_multiplier: int = fmt.MULTIPLIER_DEFAULT,
-    value_multiplier: int = fmt.MULTIPLIER_DEFAULT,
+    key_multiplier: int = fmt.KEY_MULTIPLIER_DEFAULT,
+    value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT,
 ) -> LayerRotation:
     """The fixed-point rotation of Kr float64 key and value bases [D, D]; means [Kr, D], None for zeros."""
     if len(key_bases) != len(value_bases):

@@ -1,7 +1,7 @@
 """The INT2 page format `oscar-int2/1`: every constant that decides a byte, and the shapes of the arrays.
 
-Twin file: byte-identical in both packages. Standard
-library only, so that a reader of either framework (or of none) can import it.
+Twin file: byte-identical in both packages. Standard library only, so that a reader of
+either framework (or of none) can import it.
 
 A page is 64 consecutive tokens of one sequence. Keys are packed along channels, values along tokens, so
 that both matrix products of attention read their codes in the order in which they contract them.
@@ -24,7 +24,8 @@ LIMB_BITS = 8
 ABS_SHIFT = 3  # |Y| is summed after a right shift, so that the sum over D fits int32
 MULTIPLIER_BITS = 8  # alpha is in units of 1/256
 MULTIPLIER_SHIFT = MULTIPLIER_BITS - ABS_SHIFT  # s = (mean(|Y| >> 3) * multiplier) >> 5
-MULTIPLIER_DEFAULT = 371  # alpha = 1.45
+KEY_MULTIPLIER_DEFAULT = 410  # alpha = 1.60, of keys where nothing else was chosen
+VALUE_MULTIPLIER_DEFAULT = 371  # alpha = 1.45, of values
 MULTIPLIER_LIMIT = 512  # 1 <= multiplier < 512
 SCALE_BITS = 19  # scale = s * 2**(e - 19)
 MEAN_BITS = 20  # F = floor(x * 2**(20 - E) + 0.5), the summands of a page's mean key

@@ -23,8 +23,8 @@ class QuantConfig:
     """How rows are coded: two bits, one scale per row, multiplier alpha in units of 1/256."""
 
     bits: int = fmt.CODE_BITS
-    key_multiplier: int = fmt.MULTIPLIER_DEFAULT
-    value_multiplier: int = fmt.MULTIPLIER_DEFAULT
+    key_multiplier: int = fmt.KEY_MULTIPLIER_DEFAULT
+    value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT
 
     def __post_init__(self) -> None:
         if self.bits != fmt.CODE_BITS:

@@ -10,10 +10,11 @@ from transformers.cache_utils import Cache
 from ..cache import live_bytes
 from ..core import cache_format as fmt
 from ..core.errors import ConfigError
+from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
-from .model_check import DENSE_WINDOW, _check_rotations, _hub_id, cache_config, layer_windows
+from .model_check import _check_rotations, _hub_id, cache_config, layer_windows
 
 
 class OscarCache(Cache):
@@ -21,7 +22,7 @@ class OscarCache(Cache):
 
     `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read. With
     `max_length` (tokens per sequence) memory is allocated once and longer sequences raise CacheFullError;
-    without it the pools grow. Layers with a sliding window up to `dense_window` keep a BF16 ring.
+    without it the pools grow. Layers with a short sliding window keep a BF16 ring by `window_policy`.
     `model_id`, default the hub name in the config, must be the one in the rotations' header.
     `implementation` is that of `cache.attend`. Raises ConfigError for models this cache cannot serve,
     CheckpointError for rotations of another model; nothing is allocated before.
@@ -37,7 +38,7 @@ class OscarCache(Cache):
         max_length: int | None = None,
         sink_tokens: int = fmt.SINK_TOKENS,
         recent_tokens: int = fmt.RECENT_TOKENS,
-        dense_window: int = DENSE_WINDOW,
+        window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
         prefill_chunk: int = PREFILL_CHUNK,
         model_id: str | None = None,
         implementation: str | None = None,
@@ -49,7 +50,7 @@ class OscarCache(Cache):
             validate_rotation_set(rotations)
         else:
             rotations = load_rotation_set(rotations)
-        int2 = [i for i, window in enumerate(windows) if window is None or window > dense_window]
+        int2 = list(window_policy.int2_layers(windows))
         _check_rotations(rotations, geometry, int2, model_id or _hub_id(config))
         if prefill_chunk < fmt.PAGE_TOKENS or prefill_chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")

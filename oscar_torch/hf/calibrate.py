@@ -12,9 +12,10 @@ from ..calibration import covariance
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
+from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .cache import OscarCache
 from .layer import ATTENTION, OscarLayer
-from .model_check import DENSE_WINDOW, cache_config, layer_windows
+from .model_check import cache_config, layer_windows
 
 # Calibration.
 
@@ -25,7 +26,7 @@ def calibrate_model(
     *,
     layers: Iterable[int] | None = None,
     skip_tokens: int = fmt.SINK_TOKENS,
-    dense_window: int = DENSE_WINDOW,
+    window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
     on_sequence: Callable[[int], None] = lambda tokens: None,
 ) -> dict[int, covariance.LayerStatistics]:
     """Attention statistics of a transformers model, from which `oscar_jax` fits rotations.
@@ -39,7 +40,7 @@ def calibrate_model(
     windows = layer_windows(model.config)
     geometry = cache_config(model.config)
     if layers is None:
-        layers = [i for i, window in enumerate(windows) if window is None or window > dense_window]
+        layers = window_policy.int2_layers(windows)
     sequences = [row for batch in token_batches for row in batch.reshape(-1, batch.shape[-1])]
     if not sequences:
         raise ConfigError("token_batches is empty, nothing to calibrate on")

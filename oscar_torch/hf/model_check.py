@@ -7,7 +7,6 @@ from ..core.config import CacheConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..rotations.rotation import RotationSet
 
-DENSE_WINDOW = 1024  # layers with a sliding window up to this keep a BF16 ring
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

@@ -165,7 +165,6 @@ def identity_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:
     transform = (torch.eye(head_dim, dtype=torch.int16) * fmt.TRANSFORM_MAX).repeat(heads, 1, 1)
     inverse = torch.eye(head_dim).repeat(heads, 1, 1)
     mean = torch.zeros(heads, head_dim, dtype=torch.bfloat16)
-    multiplier = torch.full((heads,), fmt.MULTIPLIER_DEFAULT, dtype=torch.int32)
     return LayerRotation(
         key_transform=transform,
         query_transform=inverse,
@@ -173,6 +172,6 @@ def identity_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:
         output_transform=inverse.clone(),
         value_mean=mean,
         key_mean=mean.clone(),
-        key_multiplier=multiplier,
-        value_multiplier=multiplier.clone(),
+        key_multiplier=torch.full((heads,), fmt.KEY_MULTIPLIER_DEFAULT, dtype=torch.int32),
+        value_multiplier=torch.full((heads,), fmt.VALUE_MULTIPLIER_DEFAULT, dtype=torch.int32),
     )

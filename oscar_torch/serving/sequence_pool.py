@@ -30,7 +30,9 @@ from ..cache import allocate_layer_cache, append_rows, check_rows, read_layer_ca
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
-from ..core.page_pool import AppendPlan, PagePool, PageStateError, PoolStatistics
+from ..core.page_allocator import PageStateError
+from ..core.page_pool import PagePool
+from ..core.page_records import AppendPlan, PoolStatistics
 from ..layer_cache import LayerCache
 from .snapshot import SNAPSHOT_KIND, SNAPSHOT_VERSION, _read_snapshot, digest_rotations
 

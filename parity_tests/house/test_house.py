@@ -280,4 +280,4 @@ def test_alone(package: str, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     total = 2 * 64 * 64 * 2**14 // 8  # entries +-1/8
-    assert json.loads(run.stdout) == [["test/house", total, [371, 371]]] * 2
+    assert json.loads(run.stdout) == [["test/house", total, [410, 410]]] * 2

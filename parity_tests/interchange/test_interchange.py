@@ -124,7 +124,7 @@ def test_published_pairs_come_back_byte_equal(tmp_path, heads, version, string_i
     assert layer.key_transform.shape == (heads or 1, D, D)
     assert not np.any(np.asarray(layer.value_mean, np.float32))
     assert bool(np.any(np.asarray(layer.key_mean, np.float32))) == (version == 3)
-    assert set(np.asarray(layer.key_multiplier)) == {fmt.MULTIPLIER_DEFAULT}
+    assert set(np.asarray(layer.key_multiplier)) == {fmt.KEY_MULTIPLIER_DEFAULT}
     matrix = states["key"]["layers"]["3" if string_ids else 3]["rotation"].numpy().reshape(-1, D, D)[0]
     ratio = np.linalg.norm(fixed_point.from_fixed_point(layer.key_transform[0])) / np.linalg.norm(matrix)
     np.testing.assert_allclose(

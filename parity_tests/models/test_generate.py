@@ -12,6 +12,7 @@ from flax import nnx
 from oscar_jax.cache import live_bytes, read_layer_cache
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
+from oscar_jax.core.window_policy import EVERY_LAYER_INT2
 from oscar_jax.generate import (
     DECODE_BLOCK,
     Generation,
@@ -377,7 +378,7 @@ def test_short_windows_keep_bf16_rings() -> None:
     assert [type(cache) for cache in caches] == [DenseCache, LayerCache]
     shapes = [cache.key.shape for cache in caches if isinstance(cache, DenseCache)]
     assert shapes == [(2, 64, 2, 16)]  # window 40 in whole pages
-    everywhere = allocate_model_cache(config, 2, 1000, sliding_layers_bf16=False)
+    everywhere = allocate_model_cache(config, 2, 1000, window_policy=EVERY_LAYER_INT2)
     assert {type(cache) for cache in everywhere} == {LayerCache}
     dense = allocate_model_cache(config, 2, 1000, kind="bf16")
     rings = [cache.key for cache in dense if isinstance(cache, DenseCache)]

@@ -1,0 +1,81 @@
+"""What a page pool knows: sequences, planned appends, reusable prefixes, counts.
+
+Twin file: byte-identical in both packages. Standard library only.
+"""
+
+import dataclasses
+from array import array
+
+
+@dataclasses.dataclass
+class SequenceState:
+    """One sequence: its length in tokens and the physical pages that hold it.
+
+    `int2_pages[i]` holds tokens sink + 64i ..., `window_pages[p]` the BF16 rows of token page p. There are
+    max(forced_pages, config.history_pages(length)) INT2 pages; `forced_pages` is 0 unless quantized tokens
+    were borrowed or kept. Tokens below `grid_length` were computed on the chunk grid.
+    """
+
+    length: int = 0
+    forced_pages: int = 0
+    grid_length: int = 0
+    int2_pages: list[int] = dataclasses.field(default_factory=list)
+    window_pages: dict[int, int] = dataclasses.field(default_factory=dict)
+    tokens: array = dataclasses.field(default_factory=lambda: array("q"))
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    busy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A reusable beginning: `length` tokens, `history_pages` of its pages INT2; on the grid or not."""
+
+    length: int
+    history_pages: int
+    int2_pages: tuple[int, ...]
+    window_pages: dict[int, int]
+    grid: bool
+
+
+@dataclasses.dataclass
+class SequenceAppend:
+    """What one append does to one sequence; `window_row` is the window table to append through."""
+
+    sequence: int
+    count: int
+    tokens: array | None
+    int2_pages: list[int]
+    window_pages: dict[int, int]
+    window_row: list[int]
+    released: list[int]  # window pages that the sequence gives up when the append is finished
+    allocated: list[int]  # window pages that an aborted append gives back
+
+
+@dataclasses.dataclass(eq=False)
+class AppendPlan:
+    """A planned append: first copy window pages (source, target), then write, then `finish_append`."""
+
+    rows: list[SequenceAppend]
+    copies: list[tuple[int, int]]
+    open: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolStatistics:
+    """Counts of pages, bytes over all layers, sequences, and what sharing has saved so far."""
+
+    sequences: int
+    tokens: int
+    int2_live: int
+    int2_kept: int
+    int2_free: int
+    window_live: int
+    window_kept: int
+    window_free: int
+    live_bytes: int
+    kept_bytes: int
+    peak_live_bytes: int
+    max_bytes: int
+    evictions: int
+    copied_pages: int
+    reused_tokens: int
