@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from .core import cache_format as fmt
-from .core.errors import CheckpointError, ConfigError
+from .core.errors import ConfigError
 from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .models.cached_attention import CachedAttention, allocate_model_cache, int2_layers, model_live_bytes
 from .models.config import ModelConfig
@@ -338,16 +338,11 @@ class TextStream:
 def select_rotations(
     rotations: RotationSet | Mapping[int, LayerRotation] | None, config: ModelConfig, layers: Sequence[int]
 ) -> dict[int, LayerRotation]:
-    """The rotations of `layers`; ConfigError if some are missing, CheckpointError for another geometry."""
+    """The rotations of `layers`; ConfigError if some are missing, CheckpointError if a set does not fit."""
     if isinstance(rotations, RotationSet):
-        header = rotations.header
-        for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
-            if getattr(header, name) != getattr(config, name):
-                raise CheckpointError(
-                    f"the rotations are for {header.model_id!r} with {name} = {getattr(header, name)}, "
-                    f"the model {config.model_id!r} has {getattr(config, name)}"
-                )
-    available = rotations.layers if isinstance(rotations, RotationSet) else (rotations or {})
+        rotations.require_fits(config, layers)
+        return {layer: rotations.layers[layer] for layer in layers}
+    available = rotations or {}
     missing = [layer for layer in layers if layer not in available]
     if missing:
         raise ConfigError(f"the INT2 cache needs rotations for layers {missing}, have: {sorted(available)}")

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from flax import nnx
 
 from ..cache import allocate_dense_cache
 from ..core.errors import CheckpointError
+from ..core.files import replacing_file
 from ..evaluation.stepper import AnyAttention, caches_length
 from ..models.config import ModelConfig
 from ..quantize import round_to_bfloat16
@@ -149,12 +149,8 @@ def save_state(
         for layer, state in statistics.items()
         for number, leaf in enumerate(jax.tree.leaves(state))
     }
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as stream:
+    with replacing_file(path) as partial, partial.open("wb") as stream:
         np.savez(stream, **arrays, done=np.int64(done), run_digest=np.asarray(run_digest))
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 def load_state(

@@ -603,7 +603,6 @@ def _run_generate(arguments: argparse.Namespace) -> int:
     if kind == "int2" and arguments.rotations is None:
         raise ConfigError("--cache int2 needs --rotations")
     from ..calibration.job import rotation_path
-    from ..evaluation import methods as evaluation_methods
     from ..generate import Generator, SamplingConfig, TextStream
     from ..rotations import store
 
@@ -618,7 +617,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         rotations = store.load_rotation_set(rotation_path(arguments.rotations))
     model, config, tokenizer = _load_model(arguments)
     if rotations is not None:
-        evaluation_methods.check_rotations(rotations, config, _int2_layers(arguments, config))
+        rotations.require_fits(config, _int2_layers(arguments, config), model_id=config.model_id)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
     encoded = [head + _encoder(tokenizer)(prompt) for prompt in prompts]
     longest = max(map(len, encoded)) + arguments.max_new_tokens

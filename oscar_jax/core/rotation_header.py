@@ -4,7 +4,8 @@ Twin file, byte-identical in both packages. Standard library only.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 from . import cache_format as fmt
 from .config import check_head_dim
@@ -96,3 +97,58 @@ def validate_header(header: RotationHeader) -> None:
     ids = list(header.layers)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise CheckpointError(f"header: layers = {ids}, expected distinct ascending ids >= 0, at least one")
+
+
+class Geometry(Protocol):
+    """What a rotation set must share with a model: `CacheConfig` and the models' own configurations do."""
+
+    @property
+    def num_query_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def require_header_fits(
+    header: RotationHeader,
+    geometry: Geometry,
+    layers: Collection[int],
+    *,
+    model_id: str | None = None,
+    possible_layers: Collection[int] | None = None,
+) -> None:
+    """Raises CheckpointError unless a header's heads, head_dim, layers and model are those of a model.
+
+    `layers` all need a rotation; `possible_layers` are those that may have one (None: any). `model_id`, if
+    given, must end in the same name as the header's ("org/Name" and "name" are the same model).
+    """
+    owner = f"the rotations of {header.model_id!r}"
+    model = f"the model {model_id!r}" if model_id else "the model"
+    for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
+        if name != "head_dim" and not header.extra.get("heads_known", True):
+            continue  # a published file of one matrix per layer does not say how many heads share it
+        if getattr(header, name) != getattr(geometry, name):
+            raise CheckpointError(
+                f"{owner} have {name} = {getattr(header, name)}, {model} has {getattr(geometry, name)}"
+            )
+    if possible_layers is not None and (extra := sorted(set(header.layers) - set(possible_layers))):
+        raise CheckpointError(
+            f"{owner} have layer {extra[0]}, {model} has no attention with keys there, "
+            f"allowed: {sorted(possible_layers)}"
+        )
+    if missing := sorted(set(layers) - set(header.layers)):
+        raise CheckpointError(
+            f"{owner} have no layer {missing[0]}, which {model} needs; they have {list(header.layers)}"
+        )
+    if model_id and header.model_id and _last_name(model_id) != _last_name(header.model_id):
+        raise CheckpointError(
+            f"the rotations are of model {header.model_id!r}, this is {model_id!r} "
+            f"(model_id={header.model_id!r} says that they are the same weights)"
+        )
+
+
+def _last_name(model_id: str) -> str:
+    return model_id.rstrip("/").rpartition("/")[2].lower()

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
-from ..core.errors import CheckpointError, ConfigError
+from ..core.errors import ConfigError
 from ..models.config import ModelConfig
 from ..rotations.bases import KEY_BASES, hadamard_matrix
 from ..rotations.fit import fit_layer_rotation
@@ -67,7 +67,7 @@ def resolve_methods(
         elif name == "int2":
             if rotation_set is None:
                 raise ConfigError("method 'int2' needs --rotations")
-            check_rotations(rotation_set, config, layers)
+            rotation_set.require_fits(config, layers, model_id=config.model_id)
             rotations = {layer: rotation_set.layers[layer] for layer in layers}
             bits = fidelity.page_bits(head_dim)
             methods.append(Method(name, "int2", _to_device(rotations), bits, rotation_set.header.basis))
@@ -122,19 +122,3 @@ def published_recipe(statistics: Any) -> fidelity.AsymmetricRecipe:
         )
     key, value = fit_published_rotation(statistics.query_covariance), fit_published_rotation(values)
     return fidelity.make_recipe(key[None], value[None], KEY_CLIP_RATIO, VALUE_CLIP_RATIO)
-
-
-def check_rotations(rotation_set: RotationSet, config: ModelConfig, layers: Sequence[int]) -> None:
-    """Raises CheckpointError unless the rotation set was made for this model and covers `layers`."""
-    header = rotation_set.header
-    if header.model_id != config.model_id:
-        raise CheckpointError(
-            f"the rotation set was made for model {header.model_id!r}, this model is {config.model_id!r}"
-        )
-    for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
-        if getattr(header, name) != getattr(config, name):
-            raise CheckpointError(
-                f"the rotation set has {name} = {getattr(header, name)}, the model {getattr(config, name)}"
-            )
-    if missing := [layer for layer in layers if layer not in rotation_set.layers]:
-        raise CheckpointError(f"the rotation set lacks layer {missing[0]}; it has {list(header.layers)}")

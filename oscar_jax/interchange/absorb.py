@@ -11,17 +11,17 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from ..core.errors import CheckpointError
+from ..core.files import replacing_directory
+from ..models.geometry import ModelGeometry, read_model_geometry
 from ..rotations import store
 from ..rotations.fixed_point import from_fixed_point
 from ..rotations.rotation import LayerRotation, RotationSet, make_layer_rotation, validate_rotation_set
-from .model_geometry import ModelGeometry, check_geometry, read_model_geometry
 
 # Families whose attention output goes from the heads to o_proj with nothing between (no gate, no value norm).
 ABSORBABLE_MODELS = (
@@ -85,20 +85,16 @@ def absorb_values(
     validate_rotation_set(rotation_set)
     geometry = read_model_geometry(model)
     _check_absorbable(model, geometry)
-    check_geometry(rotation_set, geometry)
+    rotation_set.require_fits(geometry, geometry.full_layers, possible_layers=geometry.attention_layers)
     if destination.exists():
         raise CheckpointError(f"{destination}: exists, expected a new directory")
     files = sorted(model.glob("*.safetensors"))
     places = _find_projections(files, rotation_set, geometry)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    workspace = pathlib.Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-    try:
-        target = workspace / "model"
-        target.mkdir()
+    replaced, error = _absorb_all(rotation_set, geometry, places)
+    with replacing_directory(destination) as target:
         for file in model.iterdir():
             if file.is_file() and file not in files:
                 shutil.copy2(file, target / file.name)
-        replaced, error = _absorb_all(rotation_set, geometry, places)
         for file in files:
             with safetensors.safe_open(file, "numpy") as source:
                 arrays = {
@@ -108,9 +104,6 @@ def absorb_values(
                 metadata = source.metadata()
             safetensors.numpy.save_file(arrays, target / file.name, metadata=metadata)
         store.save_rotation_set(without_values(rotation_set), target / ROTATION_DIRECTORY)
-        target.rename(destination)
-    finally:
-        shutil.rmtree(workspace)
     return error
 
 

@@ -17,11 +17,11 @@ import os
 import pathlib
 
 from ..core.errors import CheckpointError, ConfigError
+from ..models.geometry import read_model_geometry
 from ..rotations import store
 from ..rotations.rotation import RotationSet
 from .absorb import absorb_values
 from .gguf import export_gguf, import_gguf
-from .model_geometry import check_geometry, read_model_geometry
 from .published_pair import _find_pair, export_published_pair, import_published_pair
 from .report import Report, _native_report, _report
 
@@ -68,7 +68,7 @@ def load_any(
         rotation_set = store.load_rotation_set(source)
         form = "orbax" if source.is_dir() else "safetensors"
     if geometry is not None:
-        check_geometry(rotation_set, geometry)
+        rotation_set.require_fits(geometry, geometry.full_layers, possible_layers=geometry.attention_layers)
     return rotation_set, form
 
 

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from ..core.errors import CheckpointError
+from ..core.files import replacing_file
 from ..core.rotation_header import RotationHeader
+from ..models.geometry import ModelGeometry, gguf_geometry
 from ..models.gguf_file import GGUFFile
 from ..rotations.rotation import RotationSet, validate_rotation_set
-from .model_geometry import ModelGeometry, check_geometry, gguf_geometry
 from .published_pair import (
     IMPORT_DEFECT,
     _check_orthogonal,
@@ -106,7 +107,7 @@ def export_gguf(
         raise CheckpointError(f"{destination}: exists, expected a new file")
     file = GGUFFile(base)
     geometry = gguf_geometry(file)
-    check_geometry(rotation_set, geometry)
+    rotation_set.require_fits(geometry, geometry.full_layers, possible_layers=geometry.attention_layers)
     if geometry.architecture not in _GGUF_ARCHITECTURES:
         raise CheckpointError(
             f"{base}: architecture {geometry.architecture!r} is not known to keep the order of key channels, "
@@ -184,10 +185,9 @@ def _bake_gguf(
     header: RotationHeader, base: GGUFFile, destination: pathlib.Path, tensors: Mapping[str, np.ndarray]
 ) -> None:
     gguf = _require("gguf", "writing GGUF files")
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
-    writer = gguf.GGUFWriter(temporary, base.metadata["general.architecture"])
-    writer.data_alignment = base.metadata.get("general.alignment", writer.data_alignment)
-    try:
+    with replacing_file(destination) as partial:
+        writer = gguf.GGUFWriter(partial, base.metadata["general.architecture"])
+        writer.data_alignment = base.metadata.get("general.alignment", writer.data_alignment)
         for key, value in base.metadata.items():
             if key == "general.architecture":
                 continue  # the writer has written it itself
@@ -209,9 +209,6 @@ def _bake_gguf(
         for array in tensors.values():
             writer.write_tensor_data(array)
         writer.close()
-        os.replace(temporary, destination)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _verify_gguf(base: GGUFFile, written: GGUFFile, tensors: Mapping[str, np.ndarray]) -> None:

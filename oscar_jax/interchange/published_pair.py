@@ -13,11 +13,12 @@ import numpy as np
 
 from ..core.config import check_head_dim
 from ..core.errors import CheckpointError, ConfigError
+from ..core.files import replacing_file
 from ..core.rotation_header import RotationHeader
+from ..models.geometry import ModelGeometry
 from ..rotations.bases import hadamard_matrix, orthogonality_defect
 from ..rotations.fixed_point import from_fixed_point, to_fixed_point
 from ..rotations.rotation import LayerRotation, RotationSet, make_layer_rotation, validate_rotation_set
-from .model_geometry import ModelGeometry, check_geometry
 from .report import Report, _has_means, _not_published, _report
 
 KEY_FILE = "k_rotation_qqt_r_h_pbr.pt"  # the names that the published documentation and scripts expect
@@ -171,7 +172,7 @@ def import_published_pair(
     rotation_set = RotationSet(header, layers, companions)
     validate_rotation_set(rotation_set)
     if model is not None:
-        check_geometry(rotation_set, model)
+        rotation_set.require_fits(model, model.full_layers, possible_layers=model.attention_layers)
     return rotation_set
 
 
@@ -250,12 +251,8 @@ def _save_torch(state: dict[str, Any], path: pathlib.Path) -> None:
         }
         for layer, entry in state["layers"].items()
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(state | {"layers": layers}, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing_file(path) as partial:
+        torch.save(state | {"layers": layers}, partial)
 
 
 def _require(module: str, purpose: str) -> Any:

@@ -12,7 +12,7 @@ a file to ship, never to refit.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import numpy as np
 from ..core import cache_format as fmt
 from ..core.config import check_head_dim
 from ..core.errors import CheckpointError, ConfigError, DTypeError, ShapeError
-from ..core.rotation_header import RotationHeader, validate_header
+from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
 from .bases import hadamard_matrix
 from .fixed_point import _UNIT, INVERSE_TOLERANCE, invert_fixed_point, to_fixed_point
 
@@ -63,6 +63,17 @@ class RotationSet:
     header: RotationHeader
     layers: dict[int, LayerRotation]
     companions: dict[int, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def require_fits(
+        self,
+        geometry: Geometry,
+        layers: Collection[int],
+        *,
+        model_id: str | None = None,
+        possible_layers: Collection[int] | None = None,
+    ) -> None:
+        """Raises CheckpointError unless the set fits a model; see `require_header_fits`."""
+        require_header_fits(self.header, geometry, layers, model_id=model_id, possible_layers=possible_layers)
 
 
 def validate_layer(

@@ -11,8 +11,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError, OscarError
+from ..core.files import replacing_directory, replacing_file
 from ..core.rotation_header import RotationHeader, validate_header
 from .rotation import LayerRotation, RotationSet, validate_rotation_set
 
@@ -67,26 +66,14 @@ def save_rotation_set(rotation_set: RotationSet, directory: str | os.PathLike[st
     if directory.is_file():
         raise CheckpointError(f"{directory}: is a file, expected a directory or nothing")
     _check_replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    workspace = pathlib.Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        arrays = _flatten(rotation_set)
-        tree: dict[str, dict[str, dict[str, np.ndarray]]] = {"layers": {}, "companions": {}}
-        for name, array in arrays.items():
-            kind, layer, field = name.split(".")
-            tree[kind].setdefault(layer, {})[field] = array
-        ocp.save(str(workspace / "new" / ARRAYS_DIRECTORY), tree)
-        (workspace / "new" / HEADER_FILE).write_text(_document(rotation_set.header, arrays))
-        if directory.exists():
-            directory.rename(workspace / "old")
-        try:
-            (workspace / "new").rename(directory)
-        except OSError:
-            if (workspace / "old").exists():
-                (workspace / "old").rename(directory)
-            raise
-    finally:
-        shutil.rmtree(workspace)
+    arrays = _flatten(rotation_set)
+    tree: dict[str, dict[str, dict[str, np.ndarray]]] = {"layers": {}, "companions": {}}
+    for name, array in arrays.items():
+        kind, layer, field = name.split(".")
+        tree[kind].setdefault(layer, {})[field] = array
+    with replacing_directory(directory) as new:
+        ocp.save(str(new / ARRAYS_DIRECTORY), tree)
+        (new / HEADER_FILE).write_text(_document(rotation_set.header, arrays))
 
 
 def read_header(path: str | os.PathLike[str]) -> RotationHeader:
@@ -115,12 +102,8 @@ def save_safetensors(rotation_set: RotationSet, path: str | os.PathLike[str]) ->
     _check_replaceable(path)
     arrays = _flatten(rotation_set)
     data = safetensors.numpy.save(arrays, metadata={_KEY: _document(rotation_set.header, arrays)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing_file(path) as partial:
+        partial.write_bytes(data)
 
 
 def _flatten(rotation_set: RotationSet) -> dict[str, np.ndarray]:

@@ -20,7 +20,6 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from ..cache import allocate_layer_cache, append_rows, check_rows, read_layer_ca
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
+from ..core.files import replacing_file
 from ..core.page_allocator import PageStateError
 from ..core.page_pool import PagePool
 from ..core.page_records import AppendPlan, PoolStatistics
@@ -307,10 +307,8 @@ class SequencePool:
             "forced_pages": str(state.forced_pages),
             "grid_length": str(state.grid_length),
         }
-        # A crash must not leave half a file under the final name.
-        partial = Path(f"{os.fspath(path)}.partial")
-        save_file(tensors, partial, metadata)
-        os.replace(partial, path)
+        with replacing_file(path) as partial:
+            save_file(tensors, partial, metadata)
 
     def restore(self, path: str | os.PathLike) -> int:
         """The sequence of a snapshot, on pages of its own; the rest of this pool is untouched.

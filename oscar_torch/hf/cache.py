@@ -14,7 +14,7 @@ from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
-from .model_check import _check_rotations, _hub_id, cache_config, layer_windows
+from .model_check import _hub_id, cache_config, layer_windows
 
 
 class OscarCache(Cache):
@@ -51,7 +51,7 @@ class OscarCache(Cache):
         else:
             rotations = load_rotation_set(rotations)
         int2 = list(window_policy.int2_layers(windows))
-        _check_rotations(rotations, geometry, int2, model_id or _hub_id(config))
+        rotations.require_fits(geometry, int2, model_id=model_id or _hub_id(config))
         if prefill_chunk < fmt.PAGE_TOKENS or prefill_chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
         if max_length is not None and max_length < 1:

@@ -1,11 +1,10 @@
-"""What a transformers model must be to be served, and whether a rotation set was made for it."""
+"""What a transformers model must be to be served, and by which name it was loaded."""
 
 import os
 from typing import Any
 
 from ..core.config import CacheConfig
-from ..core.errors import CheckpointError, ConfigError
-from ..rotations.rotation import RotationSet
+from ..core.errors import ConfigError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -60,33 +59,7 @@ def cache_config(config: Any, **windows: int) -> CacheConfig:
     )
 
 
-def _check_rotations(
-    rotations: RotationSet, geometry: CacheConfig, layers: list[int], model_id: str | None
-) -> None:
-    """Raises CheckpointError unless the rotations were made for this model."""
-    header = rotations.header
-    for name in ("num_query_heads", "num_key_value_heads", "head_dim"):
-        if getattr(header, name) != getattr(geometry, name):
-            raise CheckpointError(
-                f"rotations of {header.model_id!r} have {name} = {getattr(header, name)}, "
-                f"the model has {getattr(geometry, name)}"
-            )
-    if missing := sorted(set(layers) - set(rotations.layers)):
-        raise CheckpointError(
-            f"rotations of {header.model_id!r} have no layer {missing[0]}, they have {list(header.layers)}"
-        )
-    if model_id and header.model_id and _last(model_id) != _last(header.model_id):
-        raise CheckpointError(
-            f"rotations are of model {header.model_id!r}, this is {model_id!r} "
-            f"(OscarCache(..., model_id={header.model_id!r}) if they are the same weights)"
-        )
-
-
 def _hub_id(config: Any) -> str | None:
     """The hub name a model was loaded by; None for a local directory or a model made in memory."""
     name = getattr(config, "_name_or_path", "") or ""
     return None if os.path.exists(name) or not name else name
-
-
-def _last(model_id: str) -> str:
-    return model_id.rstrip("/").rpartition("/")[2].lower()

@@ -9,13 +9,14 @@ applied to the rows. Leading axis Kr: 1 (shared by all key/value heads of the la
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 
 from ..core import cache_format as fmt
 from ..core.config import check_head_dim
 from ..core.errors import CheckpointError, DTypeError, ShapeError
-from ..core.rotation_header import RotationHeader, validate_header
+from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
 
 INVERSE_TOLERANCE = 1e-3
 _UNIT = 2.0**-fmt.TRANSFORM_BITS
@@ -60,6 +61,17 @@ class RotationSet:
     header: RotationHeader
     layers: dict[int, LayerRotation]
     companions: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def require_fits(
+        self,
+        geometry: Geometry,
+        layers: Collection[int],
+        *,
+        model_id: str | None = None,
+        possible_layers: Collection[int] | None = None,
+    ) -> None:
+        """Raises CheckpointError unless the set fits a model; see `require_header_fits`."""
+        require_header_fits(self.header, geometry, layers, model_id=model_id, possible_layers=possible_layers)
 
     def to(self, device: torch.device | str) -> "RotationSet":
         """The same set with its rotations on `device`; companions stay where they are."""

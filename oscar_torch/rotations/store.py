@@ -20,6 +20,7 @@ import torch
 
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError, OscarError
+from ..core.files import replacing_file
 from ..core.rotation_header import RotationHeader, validate_header
 from .rotation import LayerRotation, RotationSet, validate_rotation_set
 
@@ -69,12 +70,8 @@ def save_safetensors(rotation_set: RotationSet, path: str | os.PathLike[str]) ->
     _check_replaceable(path)
     arrays = _flatten(rotation_set)
     data = safetensors.torch.save(arrays, metadata={_KEY: _document(rotation_set.header, arrays)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing_file(path) as partial:
+        partial.write_bytes(data)
 
 
 def _flatten(rotation_set: RotationSet) -> dict[str, torch.Tensor]:

@@ -44,9 +44,9 @@ def test_models_that_cannot_be_served_are_refused(config, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_query_heads": 8}, "num_query_heads = 8, the model has 4"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads = 4, the model has 2"),
-        ({"head_dim": 32}, "head_dim = 32, the model has 16"),
+        ({"num_query_heads": 8}, "num_query_heads = 8, the model 'some/Model-4B' has 4"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads = 4, the model 'some/Model-4B' has 2"),
+        ({"head_dim": 32}, "head_dim = 32, the model 'some/Model-4B' has 16"),
         ({"layers": (0,)}, "no layer 1"),
         ({"model_id": "other/Model-8B"}, "of model 'other/Model-8B', this is 'some/Model-4B'"),
     ],

@@ -22,7 +22,7 @@ from oscar_jax.core import rotation_header
 from oscar_jax.core.errors import CheckpointError, ConfigError, OscarError
 from oscar_jax.interchange import convert, inspect, published_pair
 from oscar_jax.interchange import gguf as gguf_rotations
-from oscar_jax.interchange.model_geometry import read_model_geometry
+from oscar_jax.models.geometry import read_model_geometry
 from oscar_jax.rotations import bases, fixed_point, rotation, store
 from oscar_torch import quantize as torch_quantize
 from oscar_torch.rotations import store as torch_checkpoint
@@ -414,10 +414,13 @@ def test_model_geometry_decides_heads_and_layers(tmp_path):
     assert (header.num_query_heads, header.num_key_value_heads, header.model_id) == (4, 2, "model")
     full = ["full_attention"] * 8
     for changes, reason in (
-        ({"head_dim": 64}, "head_dim = 32, but model"),
-        ({"num_hidden_layers": 6, "layer_types": full[:6]}, "layer 7: model 'model' has 6 layers"),
-        ({"layer_types": full}, r"layer 0: has attention .* but no rotation \(2 of 8 layers\)"),
-        ({"layer_types": [*full[:3], "linear_attention", *full[4:]]}, "layer 3: has no attention"),
+        ({"head_dim": 64}, "head_dim = 32, the model has 64"),
+        ({"num_hidden_layers": 6, "layer_types": full[:6]}, "have layer 7, the model has no attention"),
+        ({"layer_types": full}, r"have no layer 0, which the model needs; they have \[3, 7\]"),
+        (
+            {"layer_types": [*full[:3], "linear_attention", *full[4:]]},
+            "have layer 3, the model has no attention",
+        ),
     ):
         write_config(model, **changes)
         with pytest.raises(CheckpointError, match=reason):
@@ -527,11 +530,11 @@ def test_gguf_refusals(tmp_path):
     for rotations, file, reason in (
         (fitted_set(skew=True), base, "layer 0: key_transform is not orthogonal"),
         (fitted_set(per_head=True), base, "layer 0: key_transform differs by head"),
-        (fitted_set(layers=(0, 5)), base, "layer 5: model 'tiny' has 2 layers"),
-        (fitted_set(), write_gguf(tmp_path / "wide.gguf", head_dim=64), "head_dim = 32, but model"),
+        (fitted_set(layers=(0, 5)), base, "have layer 5, the model has no attention"),
+        (fitted_set(), write_gguf(tmp_path / "wide.gguf", head_dim=64), "head_dim = 32, the model has 64"),
         (fitted_set(), write_gguf(tmp_path / "llama.gguf", architecture="llama"), "architecture 'llama'"),
         (fitted_set(), write_gguf(tmp_path / "baked.gguf", tensors=baked), "already has rotation tensors"),
-        (fitted_set(heads=4), base, "num_key_value_heads = 4, but model 'tiny' has 2"),
+        (fitted_set(heads=4), base, "num_key_value_heads = 4, the model has 2"),
     ):
         with pytest.raises(CheckpointError, match=reason):
             gguf_rotations.export_gguf(rotations, file, out)

@@ -7,8 +7,7 @@ import pathlib
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..models.gguf_file import GGUFFile
-from ..rotations.rotation import RotationSet
+from .gguf_file import GGUFFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +25,11 @@ class ModelGeometry:
     num_layers: int
     full_layers: tuple[int, ...]
     sliding_layers: tuple[int, ...]
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """All layers that keep keys and values, ascending."""
+        return tuple(sorted({*self.full_layers, *self.sliding_layers}))
 
 
 def read_model_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -86,31 +90,3 @@ def gguf_geometry(file: GGUFFile) -> ModelGeometry:
 def _single(value: Any) -> int:
     """A metadata number, or the largest of a list with one entry per layer (0: no attention there)."""
     return max(value) if isinstance(value, list) else int(value)
-
-
-def check_geometry(rotation_set: RotationSet, model: ModelGeometry) -> None:
-    """Raises CheckpointError unless the rotation set fits the model's heads, head_dim and layers."""
-    header = rotation_set.header
-    for name in ("head_dim", "num_key_value_heads", "num_query_heads"):
-        if name != "head_dim" and not header.extra.get("heads_known", True):
-            continue
-        if getattr(header, name) != getattr(model, name):
-            raise CheckpointError(
-                f"{name} = {getattr(header, name)}, but model {model.model_id!r} has {getattr(model, name)}"
-            )
-    check_layers(header.layers, model)
-
-
-def check_layers(layers: tuple[int, ...], model: ModelGeometry) -> None:
-    """Raises CheckpointError naming the first layer that has a rotation but no keys, or the reverse."""
-    allowed = {*model.full_layers, *model.sliding_layers}
-    for layer in layers:
-        if layer >= model.num_layers:
-            raise CheckpointError(f"layer {layer}: model {model.model_id!r} has {model.num_layers} layers")
-        if layer not in allowed:
-            raise CheckpointError(f"layer {layer}: has no attention in model {model.model_id!r}")
-    if missing := sorted(set(model.full_layers) - set(layers)):
-        raise CheckpointError(
-            f"layer {missing[0]}: has attention in model {model.model_id!r} but no rotation "
-            f"({len(layers)} of {len(model.full_layers)} layers)"
-        )
