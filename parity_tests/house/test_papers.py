@@ -1,0 +1,74 @@
+"""The papers say what is there: links, paths, the index, the license and the bounds of dependencies."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/**/*.md")]
+    if path.is_file()
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:oscar_jax|oscar_torch|parity_tests|scripts|docs|results)/[\w./-]*|\w+\.(?:md|toml))`")
+
+
+def test_pages_are_found() -> None:
+    """The tests below have something to check."""
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in PAGES}
+    assert sum(len(LINK.findall(page.read_text())) for page in PAGES) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_relative_links_exist(page: Path) -> None:
+    """Every relative link of a page leads to a file or folder of the repository."""
+    for target in LINK.findall(page.read_text()):
+        if "://" in target or target.startswith(("#", "mailto:")):
+            continue
+        assert (page.parent / target.split("#")[0]).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "README.md", "docs/serving.md", "docs/transformers.md"])
+def test_named_paths_exist(name: str) -> None:
+    """Every file or folder that a guide names in code type exists."""
+    page = ROOT / name
+    for target in PATH.findall(page.read_text()):
+        found = [base / target for base in (ROOT, page.parent) if (base / target).exists()]
+        assert found, f"{name} names {target}"
+
+
+def test_index_lists_every_page() -> None:
+    """docs/README.md links to every page beside it."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, f"{page.name} is not in the index"
+
+
+def test_license_and_bounds() -> None:
+    """The license text is the one the metadata names; libraries whose internals are used have upper bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    requirements = [line for extra in project["optional-dependencies"].values() for line in extra]
+    bounded = [line for line in requirements if re.match(r"(jax|transformers)\b", line)]
+    assert len(bounded) >= 3 and all("<" in line for line in bounded), bounded
+
+
+@pytest.mark.parametrize("package", ["oscar_jax", "oscar_torch"])
+def test_packages_are_typed(package: str) -> None:
+    """Type checkers of users read the packages' hints (PEP 561)."""
+    assert (ROOT / package / "py.typed").exists()
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tools["setuptools"]["package-data"][package] == ["py.typed"]
+
+
+def test_pre_commit_runs_the_checks_of_the_test_script() -> None:
+    """The hooks are the commands of scripts/test.sh, none more and none less."""
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    checks = re.findall(r"^(\.venv/bin/(?:ruff|pyright).*)$", script, re.MULTILINE)
+    hooks = re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert len(checks) == 3 and hooks == checks
