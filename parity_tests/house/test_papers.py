@@ -13,7 +13,7 @@ PAGES = sorted(
     if path.is_file()
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PATH = re.compile(r"`((?:oscar_jax|oscar_torch|parity_tests|scripts|docs|results)/[\w./-]*|\w+\.(?:md|toml))`")
+PATH = re.compile(r"`((?:oscar_\w+|parity_tests|scripts|docs|results)/[\w./-]*|\w+\.(?:md|toml))`")
 
 
 def test_pages_are_found() -> None:
@@ -48,7 +48,7 @@ def test_index_lists_every_page() -> None:
 
 
 def test_license_and_bounds() -> None:
-    """The license text is the one the metadata names; libraries whose internals are used have upper bounds."""
+    """The license is the one in the metadata; libraries whose internals we use have upper bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
     text = (ROOT / "LICENSE").read_text()
