@@ -1,21 +1,32 @@
-"""The attention function and the mask function that transformers calls by the name "oscar"."""
+"""The attention function and the mask function that transformers calls by the name "oscar".
 
+Where an OscarCache is behind the keys, they go to its layer (`OscarLayer.attend`). Where none is (a forward
+without a cache, a vision tower, a draft model, the second pass of guidance), the same name attends as "sdpa"
+does, by calling transformers' own functions: exact, differentiable, nothing is quantized. An OscarCache is
+known to the mask function because transformers asks it for the sizes of the mask first, and to the attention
+function because its `update` announced the keys.
+"""
+
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.errors import ConfigError, ShapeError
-from .layer import ATTENTION, _handover
+from .layer import ATTENTION, OscarLayer, forget_handover, take_announced, take_mask_request
 
-# What transformers calls.
+_log = logging.getLogger(__name__)
+_told: set[str] = set()  # what has been logged once
 
 
 @torch.compiler.disable
-@torch.no_grad()
 def oscar_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -31,15 +42,21 @@ def oscar_attention(
 ) -> tuple[Tensor, None]:
     """Attention over an OscarCache: query [B, N, T, D], key, value [B, K, T, D] -> [B, T, N, D].
 
-    The output has the query's dtype. `s_aux` [N] are attention-sink logits. Inference only: no gradient.
+    The output has the query's dtype. `s_aux` [N] are attention-sink logits. Without an OscarCache behind the
+    keys this is transformers' "sdpa", gradients included; with one it is for inference only. Raises
+    ConfigError and ShapeError, with nothing stored, for what the cache cannot honour.
     """
-    layer, announced = getattr(_handover, "layer", None), getattr(_handover, "key", None)
-    _handover.layer = _handover.key = None
-    if layer is None or announced is None or announced.data_ptr() != key.data_ptr():
-        raise ConfigError(
-            f"attn_implementation {ATTENTION!r} found no OscarCache behind these keys: "
-            "pass past_key_values=OscarCache(rotations, model.config)"
-        )
+    layer = take_announced(key)
+    if layer is None:
+        if softcap is not None:
+            raise ConfigError(f"attention with softcap = {softcap!r}, allowed: None")
+        if attention_mask is not None and attention_mask.ndim == 2:
+            raise ConfigError("the mask was made for an OscarCache, but no OscarCache got these keys")
+        options = kwargs | {"scaling": scaling, "position_bias": position_bias}
+        if s_aux is not None:
+            return _sdpa_with_sinks(module, query, key, value, attention_mask, s_aux, **options)
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
     for name, given in (("softcap", softcap), ("position_bias", position_bias)):
         if given is not None:
             raise ConfigError(f"attention with {name} = {given!r}, allowed: None")
@@ -54,14 +71,15 @@ def oscar_attention(
         raise ShapeError(
             f"attention mask {tuple(attention_mask.shape)}, allowed: [batch, columns], 1 for tokens"
         )
-    out = layer.attend(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        None if attention_mask is None else attention_mask.to(query.device),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sink_logits=None if s_aux is None else s_aux.float(),
-    )
+    with torch.no_grad():
+        out = layer.attend(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            None if attention_mask is None else attention_mask.to(query.device),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sink_logits=None if s_aux is None else s_aux.float(),
+        )
     return out, None
 
 
@@ -81,7 +99,38 @@ def oscar_mask(
     """Which of the new columns are tokens: bool [B, q_length], or None for all of them.
 
     Causality and sliding windows are the cache's own business; any other pattern is refused, ConfigError.
+    Without an OscarCache this is the mask of "sdpa"; ConfigError for caches of another class than
+    DynamicCache.
     """
+    forget_handover()  # whatever a step that did not end has left
+    layer = take_mask_request(q_offset, q_length)
+    if layer is None:
+        _check_foreign(_cache_of_the_caller())
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+    return _new_tokens(layer, q_length, q_offset, mask_function, attention_mask, local_size, use_vmap)
+
+
+def _new_tokens(
+    layer: OscarLayer,
+    q_length: int,
+    q_offset: int,
+    mask_function: Callable,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+    use_vmap: bool,
+) -> Tensor | None:
+    """The mask for an OscarCache, of which `layer` was asked for the sizes."""
     causal = mask_function is causal_mask_function or (
         local_size is not None and "and_masks" in mask_function.__qualname__
     )
@@ -98,6 +147,73 @@ def oscar_mask(
         )
     new = attention_mask[:, -q_length:].to(torch.bool)
     return None if new.all() else new
+
+
+# Without an OscarCache.
+
+
+def _sdpa_with_sinks(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """sdpa with a sink logit per head: a further key whose score is that logit and whose value is zero."""
+    batch, heads, columns = query.shape[:3]
+    stored = key.shape[2]
+    if attention_mask is None:
+        step = torch.arange(columns, device=query.device)[:, None] + (stored - columns)
+        attention_mask = (torch.arange(stored, device=query.device) <= step)[None, None]
+    bias = torch.zeros_like(attention_mask, dtype=query.dtype)
+    bias = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
+    bias = bias.expand(batch, heads, columns, stored)
+    sink = s_aux.to(query.dtype)[None, :, None, None].expand(batch, heads, columns, 1)
+    key, value = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return sdpa(module, query, key, value, torch.cat([bias, sink], dim=-1), **options)
+
+
+def _check_foreign(cache: Cache | None) -> None:
+    """Raises ConfigError for a cache class that "oscar" cannot attend over.
+
+    A DynamicCache (or one of its kinds for drafts) is what models and `generate` make for themselves: its
+    keys are plain rows and attended to exactly. It is mentioned once in the log: a forgotten OscarCache looks
+    the same.
+    """
+    if cache is None:
+        return
+    own = type(cache).__module__ == DynamicCache.__module__
+    if not (own and isinstance(cache, DynamicCache)):
+        raise ConfigError(
+            f"attn_implementation {ATTENTION!r} with a cache of class {type(cache).__name__}, "
+            "allowed: past_key_values=OscarCache(rotations, model.config), or transformers' own DynamicCache"
+        )
+    if "dynamic" not in _told:
+        _told.add("dynamic")
+        _log.warning(
+            "attention %r over a DynamicCache attends like 'sdpa', nothing is quantized "
+            "(2-bit pages need past_key_values=OscarCache(rotations, model.config))",
+            ATTENTION,
+        )
+
+
+def _cache_of_the_caller() -> Cache | None:
+    """The cache for which transformers is making a mask; its interface does not pass it on.
+
+    Read from the frame of `transformers.masking_utils` that called. Where it cannot be found (compiled code)
+    the answer is None, and the keys are attended to as they come.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(8):
+        frame = frame and frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == "transformers.masking_utils":
+            names = frame.f_locals
+            cache = names.get("cache", names.get("past_key_values"))
+            return cache if isinstance(cache, Cache) else None
+    return None
 
 
 AttentionInterface.register(ATTENTION, oscar_attention)

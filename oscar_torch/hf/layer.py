@@ -1,8 +1,4 @@
-"""OSCAR-KV inside transformers: a cache class and an attention function. The only file that imports it.
-
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="oscar")
-    cache = OscarCache("rotations.safetensors", model.config)
-    model.generate(**inputs, past_key_values=cache)
+"""The 2-bit cache of one attention layer of a transformers model.
 
 transformers hands new keys and values to `Cache.update` and then calls the attention function with what
 `update` returned. An ordinary cache returns all keys; an INT2 cache must not (that would be the dequantized
@@ -17,6 +13,7 @@ counts columns, since transformers aligns its attention mask with them.
 import copy
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +34,46 @@ PREFILL_CHUNK = 512  # prompts are attended to in pieces that end at multiples o
 RING_SLACK = fmt.PAGE_TOKENS  # tokens a ring keeps beyond its window, so that `crop` can go back
 GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
 
-# The layer whose `update` ran last, and the keys it returned: what the attention function is about to get.
+# What one function of transformers' call order leaves for the next, per thread: the layer whose `update` ran
+# last and the keys it returned, for the attention function; the layer that was asked for mask sizes, for the
+# mask function.
 _handover = threading.local()
+
+
+def take_announced(key: Tensor) -> "OscarLayer | None":
+    """The layer whose `update` returned `key`, once; None if no OscarCache did.
+
+    Raises ConfigError where an update came, but with other keys: a model that changes them afterwards.
+    """
+    layer, announced = getattr(_handover, "layer", None), getattr(_handover, "key", None)
+    _handover.layer = _handover.key = None
+    if layer is None or announced is None:
+        return None
+    if announced.data_ptr() != key.data_ptr() or announced.shape != key.shape:
+        raise ConfigError(
+            f"layer {layer.layer_id} stores keys {tuple(announced.shape)}, but attention got others, "
+            f"{tuple(key.shape)}; allowed: the keys that OscarCache.update returned"
+        )
+    return layer
+
+
+def request_mask(layer: "OscarLayer", columns: int, new_columns: int) -> None:
+    """Notes that the next mask is for an OscarCache, which the mask function is not told."""
+    _handover.mask = (weakref.ref(layer), columns, new_columns)
+
+
+def take_mask_request(columns: int, new_columns: int) -> "OscarLayer | None":
+    """The layer that was just asked for the sizes of a mask over `columns` and `new_columns`, once."""
+    request = getattr(_handover, "mask", None)
+    _handover.mask = None
+    if request is None or request[1:] != (columns, new_columns):
+        return None
+    return request[0]()
+
+
+def forget_handover() -> None:
+    """Drops an announcement that no attention call has taken."""
+    _handover.layer = _handover.key = None
 
 
 class OscarLayer(CacheLayerMixin):
@@ -116,8 +151,10 @@ class OscarLayer(CacheLayerMixin):
         _handover.layer, _handover.key = self, key_states
         return key_states, value_states
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that the attention mask covers, and its offset."""
+        request_mask(self, self.columns, query_length)
         return self.columns + query_length, 0
 
     def get_seq_length(self) -> int:
