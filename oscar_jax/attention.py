@@ -33,19 +33,19 @@ def decode_attention(
     cache: LayerCache | DenseCache,
     rotation: Any,
     *,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
-    query [B, N, D] -> float32 [B, N, D]; `scale` multiplies the scores (usually D**-0.5). A sliding window of
+    query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
     sequence of length 0 yields zeros. Raises ShapeError.
     """
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
-    partials = _stored(queries, cache, rotation, position, scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
     return _finish(partials, sink_logits)[:, 0]
 
 
@@ -57,7 +57,7 @@ def chunk_attention(
     rotation: Any,
     *,
     new_lengths: jax.Array,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
 ) -> jax.Array:
@@ -70,11 +70,11 @@ def chunk_attention(
     queries = _grouped(query, cache)
     step = jnp.arange(query.shape[1])
     position = cache.lengths[:, None] + step
-    partials = _stored(queries, cache, rotation, position, scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
     mask = (step[None, :, None] >= step) & (step < new_lengths[:, None, None])  # [B, T, T]
     if sliding_window is not None:
         mask &= step[None, :, None] - step < sliding_window
-    partials.append(_rows(queries, key, value, mask, scale))
+    partials.append(_rows(queries, key, value, mask, softmax_scale))
     return _finish(partials, sink_logits)
 
 
@@ -116,7 +116,7 @@ def _stored(
     cache: LayerCache | DenseCache,
     rotation: Any,
     position: jax.Array,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None,
 ) -> list[Partial]:
     """Partials over everything a cache holds; `position` int32 [B, T] is where each query stands."""
@@ -131,7 +131,7 @@ def _stored(
         slots = cache.key.shape[1]
         newest = cache.lengths[:, None] - 1
         token = newest - (newest - jnp.arange(slots)) % slots
-        return [_rows(queries, cache.key, cache.value, visible(token), scale)]
+        return [_rows(queries, cache.key, cache.value, visible(token), softmax_scale)]
 
     token = window_positions(cache)
 
@@ -140,11 +140,13 @@ def _stored(
         return rows.reshape(cache.batch, -1, *rows.shape[3:])
 
     window_rows = flat(cache.window_key), flat(cache.window_value)
-    window = _rows(queries, *window_rows, visible(token.reshape(cache.batch, -1)), scale)
-    return [_history(queries, cache, rotation, visible, scale), window]
+    window = _rows(queries, *window_rows, visible(token.reshape(cache.batch, -1)), softmax_scale)
+    return [_history(queries, cache, rotation, visible, softmax_scale), window]
 
 
-def _history(queries: jax.Array, cache: LayerCache, rotation: Any, visible: Any, scale: float) -> Partial:
+def _history(
+    queries: jax.Array, cache: LayerCache, rotation: Any, visible: Any, softmax_scale: float
+) -> Partial:
     """Partial over the INT2 pages of every sequence."""
     table = cache.page_table
     pages = jnp.arange(table.shape[1])
@@ -159,7 +161,7 @@ def _history(queries: jax.Array, cache: LayerCache, rotation: Any, visible: Any,
     scores = jnp.einsum("btkgd,bpksd->btkgps", rotated, codes, precision=_HIGHEST)
     scores = scores * key_scale.swapaxes(1, 2)[:, None, :, None]
     scores += jnp.einsum("btkgd,bpkd->btkgp", queries, page_mean, precision=_HIGHEST)[..., None]
-    weights, lse = _softmax(scores.reshape(*scores.shape[:4], -1) * scale, mask)
+    weights, lse = _softmax(scores.reshape(*scores.shape[:4], -1) * softmax_scale, mask)
 
     weights = weights.reshape(scores.shape)
     # Pages that are not part of the sequence may hold anything; 0 * NaN must not reach the output.
@@ -173,13 +175,15 @@ def _history(queries: jax.Array, cache: LayerCache, rotation: Any, visible: Any,
     return Partial(out + total * rotation.value_mean.astype(jnp.float32)[:, None], lse)
 
 
-def _rows(queries: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scale: float) -> Partial:
+def _rows(
+    queries: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, softmax_scale: float
+) -> Partial:
     """Partial over plain rows: key, value [B, S, K, D], mask [B, T, S]."""
     # A masked row may hold anything, NaN included; zero it so that 0 * NaN cannot leak into the output.
     seen = mask.any(axis=1)[..., None, None]
     key = jnp.where(seen, key, 0).astype(jnp.float32)
     value = jnp.where(seen, value, 0).astype(jnp.float32)
-    scores = jnp.einsum("btkgd,bskd->btkgs", queries, key, precision=_HIGHEST) * scale
+    scores = jnp.einsum("btkgd,bskd->btkgs", queries, key, precision=_HIGHEST) * softmax_scale
     weights, lse = _softmax(scores, mask)
     return Partial(jnp.einsum("btkgs,bskd->btkgd", weights, value, precision=_HIGHEST), lse)
 

@@ -95,7 +95,7 @@ def attend(
     rotation: Any,
     *,
     new_lengths: jax.Array,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
     implementation: str | None = None,
@@ -107,7 +107,7 @@ def attend(
     token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
     exactly, to itself.
     """
-    options = {"scale": scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
     if query.shape[1] == 1:
         cache = append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
         out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)

@@ -49,19 +49,19 @@ def decode_attention(
     cache: LayerCache | DenseCache,
     rotation: Any,
     *,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
-    query [B, N, D] -> float32 [B, N, D]; `scale` multiplies the scores (usually D**-0.5). A sliding window of
+    query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
     sequence of length 0 yields zeros. Raises ShapeError.
     """
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
-    partials = _stored(queries, cache, rotation, position, scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
     return _finish(partials, sink_logits)[:, 0]
 
 
@@ -74,7 +74,7 @@ def chunk_attention(
     rotation: Any,
     *,
     new_lengths: Tensor,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
@@ -87,11 +87,11 @@ def chunk_attention(
     queries = _grouped(query, cache)
     step = torch.arange(query.shape[1], device=query.device)
     position = cache.lengths[:, None] + step
-    partials = _stored(queries, cache, rotation, position, scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
     mask = (step[None, :, None] >= step) & (step < new_lengths[:, None, None])  # [B, T, T]
     if sliding_window is not None:
         mask &= step[None, :, None] - step < sliding_window
-    partials.append(_rows(queries, key, value, mask, scale))
+    partials.append(_rows(queries, key, value, mask, softmax_scale))
     return _finish(partials, sink_logits)
 
 
@@ -137,7 +137,7 @@ def _stored(
     cache: LayerCache | DenseCache,
     rotation: Any,
     position: Tensor,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None,
 ) -> list[Partial]:
     """Partials over everything a cache holds; `position` int32 [B, T] is where each query stands."""
@@ -152,18 +152,20 @@ def _stored(
         slots = cache.key.shape[1]
         newest = cache.lengths[:, None] - 1
         token = newest - (newest - torch.arange(slots, device=newest.device)) % slots
-        return [_rows(queries, cache.key, cache.value, visible(token), scale)]
+        return [_rows(queries, cache.key, cache.value, visible(token), softmax_scale)]
 
     token = window_positions(cache).flatten(1)
 
     def flat(window: Tensor) -> Tensor:  # -> [B, slots * 64, K, D]
         return window[cache.window_table].transpose(2, 3).flatten(1, 2)
 
-    window = _rows(queries, flat(cache.window_key), flat(cache.window_value), visible(token), scale)
-    return [_history(queries, cache, rotation, visible, scale), window]
+    window = _rows(queries, flat(cache.window_key), flat(cache.window_value), visible(token), softmax_scale)
+    return [_history(queries, cache, rotation, visible, softmax_scale), window]
 
 
-def _history(queries: Tensor, cache: LayerCache, rotation: Any, visible: Callable, scale: float) -> Partial:
+def _history(
+    queries: Tensor, cache: LayerCache, rotation: Any, visible: Callable, softmax_scale: float
+) -> Partial:
     """Partial over the INT2 pages of every sequence."""
     table = cache.page_table
     pages = torch.arange(table.shape[1], device=table.device)
@@ -179,7 +181,7 @@ def _history(queries: Tensor, cache: LayerCache, rotation: Any, visible: Callabl
     scores = torch.einsum("btkgd,bpksd->btkgps", rotated, codes)
     scores = scores * key_scale.transpose(1, 2)[:, None, :, None]
     scores = scores + torch.einsum("btkgd,bpkd->btkgp", queries, page_mean)[..., None]
-    weights, lse = _softmax(scores.flatten(4) * scale, mask)
+    weights, lse = _softmax(scores.flatten(4) * softmax_scale, mask)
 
     weights = weights.reshape(scores.shape)
     # Pages that are not part of the sequence may hold anything; 0 * NaN must not reach the output.
@@ -192,13 +194,13 @@ def _history(queries: Tensor, cache: LayerCache, rotation: Any, visible: Callabl
     return Partial(out + total * rotation.value_mean.float()[:, None], lse)
 
 
-def _rows(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Partial:
+def _rows(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, softmax_scale: float) -> Partial:
     """Partial over plain rows: key, value [B, S, K, D], mask [B, T, S]."""
     # A masked row may hold anything, NaN included; zero it so that 0 * NaN cannot leak into the output.
     seen = mask.any(dim=1)[..., None, None]
     key = torch.where(seen, key, 0).float()
     value = torch.where(seen, value, 0).float()
-    scores = torch.einsum("btkgd,bskd->btkgs", queries, key) * scale
+    scores = torch.einsum("btkgd,bskd->btkgs", queries, key) * softmax_scale
     weights, lse = _softmax(scores, mask)
     return Partial(torch.einsum("btkgs,bskd->btkgd", weights, value), lse)
 

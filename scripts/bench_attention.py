@@ -120,7 +120,7 @@ def bench_decode(
     config = CacheConfig(heads, query_heads, head_dim)
     int2_bytes, bf16_bytes = (batch * x for x in sequence_bytes(config, length))
     rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
-    scale = head_dim**-0.5
+    softmax_scale = head_dim**-0.5
     query = jax.random.normal(jax.random.key(1), (batch, query_heads, head_dim), jnp.bfloat16)
 
     copies = max(1, min(16, COLD_BYTES // int2_bytes))
@@ -131,7 +131,7 @@ def bench_decode(
     ]
 
     def int2(query: jax.Array, caches: list[LayerCache], rotation: LayerRotation) -> list[jax.Array]:
-        named = {"scale": scale, "implementation": options.implementation}
+        named = {"softmax_scale": softmax_scale, "implementation": options.implementation}
         return [ops.decode_attention(query, cache, rotation, **named) for cache in caches]
 
     row: dict[str, Any] = {"what": "decode", "shape": name, "batch": batch, "length": length}
@@ -150,7 +150,7 @@ def bench_decode(
     def bf16(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
         attend: Any = jax.nn.dot_product_attention
         return [
-            attend(query[:, None], key[i], value[i], scale=scale, implementation=options.baseline)
+            attend(query[:, None], key[i], value[i], scale=softmax_scale, implementation=options.baseline)
             for i in range(copies)
         ]
 

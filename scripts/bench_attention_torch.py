@@ -75,7 +75,7 @@ class Bench:
     repetitions: int
 
     @property
-    def scale(self) -> float:
+    def softmax_scale(self) -> float:
         return self.config.head_dim**-0.5
 
     def floor(self, size: int) -> float:
@@ -154,10 +154,10 @@ def check(implementation: str, bench: Bench) -> str | None:
     cache.lengths.copy_(torch.tensor([5000, 700, 64]))
     cache.history_pages.copy_(torch.tensor([config.history_pages(int(n)) for n in cache.lengths]))
     query = torch.randn(3, config.num_query_heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
-    want = attention.decode_attention(query, cache, bench.rotation, scale=bench.scale)
+    want = attention.decode_attention(query, cache, bench.rotation, softmax_scale=bench.softmax_scale)
     try:
         got = ops.decode_attention(
-            query, cache, bench.rotation, scale=bench.scale, implementation=implementation
+            query, cache, bench.rotation, softmax_scale=bench.softmax_scale, implementation=implementation
         )
     except NotImplementedError as reason:
         return str(reason)
@@ -178,7 +178,7 @@ def bench_decode(bench: Bench, batch: int, length: int, wrong: dict[str, str]) -
         if f"{bench.model} {name}" not in wrong:
             time = layer_time(
                 lambda cache, name=name: ops.decode_attention(
-                    query, cache, bench.rotation, scale=bench.scale, implementation=name
+                    query, cache, bench.rotation, softmax_scale=bench.softmax_scale, implementation=name
                 ),
                 caches,
                 bench.repetitions,
@@ -294,7 +294,7 @@ def bench_chunk(bench: Bench) -> list[Row]:
     query = torch.randn(1, tokens, query_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     key = torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     counts = torch.tensor([tokens], dtype=torch.int32, device="cuda")
-    options = {"new_lengths": counts, "scale": bench.scale}
+    options = {"new_lengths": counts, "softmax_scale": bench.softmax_scale}
     stored = torch.randn(1, query_heads, length + tokens, head_dim, device="cuda", dtype=torch.bfloat16)
     baselines = {}
     for name, backend in BASELINES.items():

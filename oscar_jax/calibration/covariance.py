@@ -258,7 +258,7 @@ def causal_attention_output(
     value: jax.Array,
     position: jax.Array | int,
     *,
-    scale: float,
+    softmax_scale: float,
     block: int = 256,
 ) -> jax.Array:
     """Softmax attention, float32 [T, N, D], of query [T, N, D] from `position` on over key, value [S, K, D].
@@ -268,7 +268,7 @@ def causal_attention_output(
     """
     tokens, query_heads, head_dim = query.shape
     stored, heads, _ = key.shape
-    grouped = query.astype(jnp.float32).reshape(tokens, heads, query_heads // heads, head_dim) * scale
+    grouped = query.astype(jnp.float32).reshape(tokens, heads, query_heads // heads, head_dim) * softmax_scale
     padding = ((0, -stored % block), (0, 0), (0, 0))
     blocks = [
         jnp.pad(a.astype(jnp.float32), padding).reshape(-1, block, heads, head_dim) for a in (key, value)

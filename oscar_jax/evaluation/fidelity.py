@@ -154,7 +154,7 @@ def attention_error(
     coded_value: jax.Array,
     *,
     geometry: CacheConfig,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
 ) -> dict[str, jax.Array]:
     """KL of attention weights and relative error of the attention output, per key/value head.
@@ -176,8 +176,8 @@ def attention_error(
 
     def one_head(arguments: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, k_coded, v_coded = arguments  # [G, T, D], [S, D] x 4
-        exact = jnp.einsum("gtd,sd->gts", q, k, precision=PRECISION) * scale
-        mixed = jnp.einsum("gtd,sd->gts", q, k_coded, precision=PRECISION) * scale
+        exact = jnp.einsum("gtd,sd->gts", q, k, precision=PRECISION) * softmax_scale
+        mixed = jnp.einsum("gtd,sd->gts", q, k_coded, precision=PRECISION) * softmax_scale
         log_p = jax.nn.log_softmax(jnp.where(visible, exact, -jnp.inf), axis=-1)
         log_q = jax.nn.log_softmax(jnp.where(visible, jnp.where(coded, mixed, exact), -jnp.inf), axis=-1)
         p, weights = jnp.exp(log_p), jnp.exp(log_q)

@@ -123,7 +123,7 @@ class AnyAttention:
         if not isinstance(state, SimulatedCache):
             return self.cached(layer, query, key, value, state)
         options = {
-            "scale": self.config.attention_scale,
+            "softmax_scale": self.config.attention_scale,
             "sliding_window": self.config.layer_windows[layer],
         }
         rotation = self.rotations[layer]
@@ -211,14 +211,14 @@ def layer_error(
         value,
         rotation,
         geometry=config.cache_config(),
-        scale=config.attention_scale,
+        softmax_scale=config.attention_scale,
         sliding_window=config.layer_windows[layer],
     )
     return {name: float(np.asarray(values).mean()) for name, values in errors.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "scale", "sliding_window"))
-def _layer_error(query, positions, key, value, rotation, *, geometry, scale, sliding_window):
+@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window"))
+def _layer_error(query, positions, key, value, rotation, *, geometry, softmax_scale, sliding_window):
     if isinstance(rotation, fidelity.AsymmetricRecipe):
         restored = fidelity.reconstruct_rows(key, value, rotation)
     else:
@@ -230,7 +230,7 @@ def _layer_error(query, positions, key, value, rotation, *, geometry, scale, sli
         value,
         *restored,
         geometry=geometry,
-        scale=scale,
+        softmax_scale=softmax_scale,
         sliding_window=sliding_window,
     )
 

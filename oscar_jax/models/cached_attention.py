@@ -52,7 +52,7 @@ class CachedAttention:
             state,
             self.rotations.get(layer),
             new_lengths=self.new_lengths,
-            scale=self.config.attention_scale,
+            softmax_scale=self.config.attention_scale,
             sliding_window=self.config.layer_windows[layer],
             implementation=self.implementation,
         )

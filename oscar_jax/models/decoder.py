@@ -83,9 +83,9 @@ class CapturingAttention:
         return out, (state, (query, key, value))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "window"))
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, softmax_scale: float, window: int | None
 ) -> jax.Array:
     """Causal softmax attention in float32, query blocks of 512 one after the other.
 
@@ -98,7 +98,9 @@ def causal_attention(
     stored = jnp.arange(length)
     block = min(_QUERY_BLOCK, length)
     blocks = -(-length // block)
-    query = jnp.pad(query.astype(jnp.float32) * scale, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+    query = jnp.pad(
+        query.astype(jnp.float32) * softmax_scale, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0))
+    )
     query = query.reshape(batch, blocks, block, kv_heads, heads // kv_heads, width)
 
     def attend_block(index: jax.Array) -> jax.Array:

@@ -19,21 +19,6 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantConfig:
-    """How rows are coded: two bits, one scale per row, multiplier alpha in units of 1/256."""
-
-    bits: int = fmt.CODE_BITS
-    key_multiplier: int = fmt.KEY_MULTIPLIER_DEFAULT
-    value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT
-
-    def __post_init__(self) -> None:
-        if self.bits != fmt.CODE_BITS:
-            raise ConfigError(f"bits = {self.bits!r}, allowed: {fmt.CODE_BITS}")
-        _require_int("key_multiplier", self.key_multiplier, 1, fmt.MULTIPLIER_LIMIT - 1)
-        _require_int("value_multiplier", self.value_multiplier, 1, fmt.MULTIPLIER_LIMIT - 1)
-
-
-@dataclasses.dataclass(frozen=True)
 class CacheConfig:
     """Geometry of one layer's cache: heads, head_dim, and the lengths of the BF16 windows in tokens."""
 
@@ -57,11 +42,6 @@ class CacheConfig:
         for name in ("sink_tokens", "recent_tokens"):
             if getattr(self, name) % fmt.PAGE_TOKENS:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not a multiple of {fmt.PAGE_TOKENS}")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per key/value head."""
-        return self.num_query_heads // self.num_key_value_heads
 
     @property
     def sink_pages(self) -> int:

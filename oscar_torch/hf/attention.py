@@ -77,7 +77,7 @@ def oscar_attention(
             key.transpose(1, 2),
             value.transpose(1, 2),
             None if attention_mask is None else attention_mask.to(query.device),
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             sink_logits=None if s_aux is None else s_aux.float(),
         )
     return out, None

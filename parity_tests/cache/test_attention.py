@@ -61,24 +61,26 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
 
 def check_decode(case: Case, group: int, **options: Any) -> None:
     query = queries(1, group)
-    got = case.cache.decode_attention(query[:, 0], scale=SCALE, **options)
+    got = case.cache.decode_attention(query[:, 0], softmax_scale=SCALE, **options)
     for b, length in enumerate(LENGTHS):
         if length == 0:
             assert not got[b].any(), "an empty sequence attends to nothing"
             continue
-        expected = oracle.attention(query[b], *case.dequantized(b), scale=SCALE, **options)
+        expected = oracle.attention(query[b], *case.dequantized(b), softmax_scale=SCALE, **options)
         assert_close(got[b], expected[0])
 
 
 def check_chunk(case: Case, group: int, **options: Any) -> None:
     query = queries(TOKENS, group, seed=2)
-    got = case.cache.chunk_attention(query, *case.new, new_lengths=case.new_lengths, scale=SCALE, **options)
+    got = case.cache.chunk_attention(
+        query, *case.new, new_lengths=case.new_lengths, softmax_scale=SCALE, **options
+    )
     for b, new in enumerate(case.new_lengths):
         key, value = (
             np.concatenate([old, oracle.from_bfloat16(bits[b, :new]).astype(np.float64)])
             for old, bits in zip(case.dequantized(b), case.new)
         )
-        expected = oracle.attention(query[b, :new], key, value, scale=SCALE, **options)
+        expected = oracle.attention(query[b, :new], key, value, softmax_scale=SCALE, **options)
         assert_close(got[b, :new], expected)
 
 
@@ -137,7 +139,7 @@ def test_attend(framework: Framework, tokens: int) -> None:
     new = [bits[:, :tokens] for bits in case.new]
     lengths = np.minimum(case.new_lengths, tokens)
     before = [case.dequantized(b) for b in range(case.batch)]
-    got = case.cache.attend(query, *new, new_lengths=lengths, scale=SCALE)
+    got = case.cache.attend(query, *new, new_lengths=lengths, softmax_scale=SCALE)
     assert got.shape == query.shape
     assert case.cache.field("lengths").tolist() == [a + b for a, b in zip(LENGTHS, lengths)]
     for b, count in enumerate(lengths):
@@ -148,7 +150,7 @@ def test_attend(framework: Framework, tokens: int) -> None:
                 np.concatenate([old, oracle.from_bfloat16(bits[b, :count])])
                 for old, bits in zip(before[b], new)
             )
-        expected = oracle.attention(query[b, :count], key, value, scale=SCALE)
+        expected = oracle.attention(query[b, :count], key, value, softmax_scale=SCALE)
         assert_close(got[b, :count], expected)
 
 
@@ -157,18 +159,18 @@ def test_result_has_the_dtype_of_the_query(framework: Framework, dense: bool) ->
     """A bf16 query gets the float32 result rounded once: of one token and of a chunk."""
     case = Case(framework, dense=dense)
     ops, cache = framework.module("ops"), case.cache
-    options = {"scale": SCALE, "implementation": framework.reference}
+    options = {"softmax_scale": SCALE, "implementation": framework.reference}
     bits = oracle.to_bfloat16(queries(TOKENS, 2))
     exact = oracle.from_bfloat16(bits).astype(np.float32)
     query, key, value = (framework.bfloat16(rows, "cpu") for rows in (bits, *case.new))
     got = ops.decode_attention(query[:, 0], cache.cache, cache.rotation, **options)
-    want = cache.decode_attention(exact[:, 0], scale=SCALE)
+    want = cache.decode_attention(exact[:, 0], softmax_scale=SCALE)
     assert (framework.numpy(got) == oracle.to_bfloat16(want)).all()
     new_lengths = framework.array(case.new_lengths, "cpu")
     got = ops.chunk_attention(
         query, key, value, cache.cache, cache.rotation, new_lengths=new_lengths, **options
     )
-    want = cache.chunk_attention(exact, *case.new, new_lengths=case.new_lengths, scale=SCALE)
+    want = cache.chunk_attention(exact, *case.new, new_lengths=case.new_lengths, softmax_scale=SCALE)
     for b, count in enumerate(case.new_lengths):
         assert (framework.numpy(got)[b, :count] == oracle.to_bfloat16(want[b, :count])).all()
 
@@ -176,10 +178,10 @@ def test_result_has_the_dtype_of_the_query(framework: Framework, dense: bool) ->
 def test_large_scores_do_not_overflow(case: Case) -> None:
     """Scores in the thousands: the softmax is taken about its maximum, segment by segment."""
     query = queries(1, 1) * 300
-    got = case.cache.decode_attention(query[:, 0], scale=SCALE)
+    got = case.cache.decode_attention(query[:, 0], softmax_scale=SCALE)
     for b, length in enumerate(LENGTHS[:3]):
         assert np.isfinite(got[b]).all() and length
-        expected = oracle.attention(query[b], *case.dequantized(b), scale=SCALE)
+        expected = oracle.attention(query[b], *case.dequantized(b), softmax_scale=SCALE)
         error = np.linalg.norm(got[b] - expected[0]) / np.linalg.norm(expected[0])
         assert error <= 1e-3, error  # float32 scores of size 1e3 carry an error of 1e-4
 
@@ -189,4 +191,4 @@ def test_query_shapes(case: Case, shape: tuple[int, ...]) -> None:
     """Heads that are no multiple of K, another head_dim, another batch: refused by name."""
     error = case.cache.framework.module("core.errors").ShapeError
     with pytest.raises(error, match="query"):
-        case.cache.decode_attention(np.zeros(shape, np.float32), scale=SCALE)
+        case.cache.decode_attention(np.zeros(shape, np.float32), softmax_scale=SCALE)

@@ -205,7 +205,7 @@ class TestFidelity:
         coded_key, coded_value = key + 0.3 * self.rows(tokens, 2, 16), 0.9 * value
         found = fidelity.attention_error(
             query, jnp.asarray(probes), key, value, coded_key, coded_value,
-            geometry=self.geometry, scale=0.25, sliding_window=None,
+            geometry=self.geometry, softmax_scale=0.25, sliding_window=None,
         )  # fmt: skip
 
         def softmax(scores: np.ndarray) -> np.ndarray:

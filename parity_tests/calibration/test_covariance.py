@@ -150,9 +150,9 @@ def test_many_chunks_lose_no_digits():
 def test_blockwise_attention_equals_dense(rows, block):
     query, key, value = rows
     expected = attention(query, key, value)
-    output = covariance.causal_attention_output(query, key, value, 0, scale=SCALE, block=block)
+    output = covariance.causal_attention_output(query, key, value, 0, softmax_scale=SCALE, block=block)
     np.testing.assert_allclose(output, expected, atol=2e-5)
-    later = covariance.causal_attention_output(query[301:], key, value, 301, scale=SCALE, block=block)
+    later = covariance.causal_attention_output(query[301:], key, value, 301, softmax_scale=SCALE, block=block)
     np.testing.assert_allclose(later, expected[301:], atol=2e-5)
 
 

@@ -120,12 +120,12 @@ def package_pages(framework: Framework, key_pages: Any, value_pages: Any) -> Qua
     return run
 
 
-def _reference(name: str, framework: Framework) -> Implementation:
+def _reference(framework: Framework) -> Implementation:
     def function(attribute: str) -> Callable[[], Any]:
         return lambda: framework.compiled(getattr(framework.module("quantize"), attribute))
 
     run = package_pages(framework, function("quantize_key_pages"), function("quantize_value_pages"))
-    return Implementation(name, framework, DEVICES, run)
+    return Implementation(framework.reference, framework, DEVICES, run)
 
 
 def triton_pages(kernel: str = "quantize.triton") -> QuantizePages:
@@ -169,8 +169,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
         Implementation("oracle", None, ("cpu",), _oracle_pages),
-        _reference("xla", FRAMEWORKS["jax"]),
-        _reference("torch", FRAMEWORKS["torch"]),
+        _reference(FRAMEWORKS["jax"]),
+        _reference(FRAMEWORKS["torch"]),
         Implementation(
             "mosaic_gpu",
             FRAMEWORKS["jax"],

@@ -281,7 +281,7 @@ def attention(
     key: np.ndarray,
     value: np.ndarray,
     *,
-    scale: float,
+    softmax_scale: float,
     first_position: int | None = None,
     sliding_window: int | None = None,
     sink_logits: np.ndarray | None = None,
@@ -300,7 +300,7 @@ def attention(
     if sliding_window is not None:
         visible &= stored > position - sliding_window
     q = query.astype(np.float64).reshape(tokens, heads, group, -1)
-    scores = np.einsum("tkgd,lkd->kgtl", q, key.astype(np.float64)) * scale
+    scores = np.einsum("tkgd,lkd->kgtl", q, key.astype(np.float64)) * softmax_scale
     scores = np.where(visible, scores, -np.inf)
     peak = scores.max(axis=-1, keepdims=True)
     if sink_logits is not None:

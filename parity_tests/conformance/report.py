@@ -1,6 +1,6 @@
 """Parity report: which implementation ran where, how many bytes were compared with the oracle, what differed.
 
-    python -m parity_tests.conformance.report --out DIR [--codes 1e8] [--implementations xla,torch]
+    python -m parity_tests.conformance.report --out DIR [--codes 1e8] [--implementations xla,eager]
     python -m parity_tests.conformance.report --out results --name parity-h200 --devices gpu --codes 1e9 \\
         --head-dims 64,128,256 --heads 8 --case-codes 4e6 --jobs 12 --real-rows rows.npz
 

@@ -167,7 +167,7 @@ def test_bad_arguments(arguments: list[str], tmp_path: Path, capsys: pytest.Capt
 
 def test_missing_devices_are_named() -> None:
     """What cannot run here is listed with its reason."""
-    voices, missing = report.available_voices(["xla", "torch"], ["cpu", "gpu"])
+    voices, missing = report.available_voices(["xla", "eager"], ["cpu", "gpu"])
     known = {f"{one.name} on {device}" for one, device in voices} | missing.keys()
-    assert known == {"xla on cpu", "xla on gpu", "torch on cpu", "torch on gpu"}
+    assert known == {"xla on cpu", "xla on gpu", "eager on cpu", "eager on gpu"}
     assert all(FRAMEWORKS["jax" if "xla" in name else "torch"].name in why for name, why in missing.items())

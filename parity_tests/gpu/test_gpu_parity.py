@@ -158,7 +158,7 @@ class TestExchange:
             ours.cache, **{name: torch.from_dlpack(getattr(written, name)) for name in names}
         )
         query = np.random.default_rng(4).normal(0, 1, (len(LENGTHS), HEADS * GROUP, HEAD_DIM))
-        options = {"scale": HEAD_DIM**-0.5}
+        options = {"softmax_scale": HEAD_DIM**-0.5}
         want = pair.caches["jax"].decode_attention(query.astype(np.float32), module="ops", **options)
         ours.cache = foreign
         for implementation in ("triton", None):
@@ -195,8 +195,8 @@ class TestRealRows:
         """Every kernel against the reference on the same cache."""
         pair, query = stored
         cache, scale = pair.caches[package], query.shape[-1] ** -0.5
-        want = cache.decode_attention(query, scale=scale)
-        got = cache.decode_attention(query, scale=scale, module="ops", implementation=implementation)
+        want = cache.decode_attention(query, softmax_scale=scale)
+        got = cache.decode_attention(query, softmax_scale=scale, module="ops", implementation=implementation)
         error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
         assert error.max() <= TOLERANCE, f"{error.max():.2e}"
 

@@ -67,7 +67,7 @@ def test_long_sequences_equal_ops_on_other_pages(monkeypatch):
 
     def recorded(layer, query, key, value, real, **options):
         out = attend(layer, query, key, value, real, **options)
-        calls.setdefault(layer.layer_id, []).append((query, key, value, options["scale"], out))
+        calls.setdefault(layer.layer_id, []).append((query, key, value, options["softmax_scale"], out))
         return out
 
     monkeypatch.setattr(hf_layer.OscarLayer, "attend", recorded)
@@ -84,7 +84,7 @@ def test_long_sequences_equal_ops_on_other_pages(monkeypatch):
                 new = torch.tensor([query[:, piece].shape[1]], dtype=torch.int32)
                 o, store = attend_paged(
                     query[:, piece], key[:, piece], value[:, piece], store, layer.rotation,
-                    new_lengths=new, scale=scale,
+                    new_lengths=new, softmax_scale=scale,
                 )  # fmt: skip
                 outputs.append(o)
             # The pieces differ in the number of empty table columns, which BLAS may sum in another order.

@@ -192,7 +192,7 @@ def feed(layer, rows, real=None):
     """Appends rows float32 [B, T, 16 channels] as queries, keys and values of every head."""
     query = rows[:, :, None].expand(-1, -1, 4, -1)
     key = rows[:, :, None].expand(-1, -1, 2, -1)
-    return layer.attend(query, key, -key, real, scale=0.25)
+    return layer.attend(query, key, -key, real, softmax_scale=0.25)
 
 
 def random_rows(batch, tokens, seed=0):

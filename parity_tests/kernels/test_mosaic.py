@@ -341,7 +341,7 @@ def decode_case(heads: int, group: int, head_dim: int, dtype: Any = jnp.bfloat16
     lengths = [64 * 7 + 33, 64 * 5 + 1] if cut else [705, 384, 63, 0]
     cache = random_cache(heads, group, head_dim, lengths, rng, cut)
     query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), heads * group, head_dim)), dtype)
-    options = {"scale": head_dim**-0.5}
+    options = {"softmax_scale": head_dim**-0.5}
     if sink:
         options["sink_logits"] = jnp.asarray(rng.normal(0, 1, heads * group), jnp.float32)
     return query, cache, random_rotation(heads, head_dim, rng), options
@@ -399,7 +399,7 @@ def test_workers_share_all_pages_and_windows(splits: int, window_pages: int, win
     plan = DecodePlan(splits, 4, 3, window_pages, window_parts=window_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
-        shape = decode_mosaic_gpu.decode_shape(query, cache, scale=1.0, transforms=1, windows=True)
+        shape = decode_mosaic_gpu.decode_shape(query, cache, softmax_scale=1.0, transforms=1, windows=True)
     for pages in (0, 1, 7, 40):
         count, workers = emulator.Int(pages), emulator.Int(np.arange(shape.workers + 1))
         first = decode_mosaic_gpu._first_page(shape, count, workers).signed
@@ -438,8 +438,8 @@ def test_decode_body_goes_round_its_ring_and_its_mean_keys(group: int, plan: Dec
     rotation = random_rotation(1, 64, rng)
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
-        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, scale=0.2)
-    assert_close(got, attention.decode_attention(query, cache, rotation, scale=0.2))
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, softmax_scale=0.2)
+    assert_close(got, attention.decode_attention(query, cache, rotation, softmax_scale=0.2))
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_prefill_body_equals_reference() -> None:
     key, value = jnp.asarray(rng.normal(0, 1, (2, 2, tokens, heads, head_dim)), jnp.bfloat16)
     lengths = jnp.asarray([tokens, 2], jnp.int32)
     key = key.at[1, 2:].set(jnp.nan)
-    options = {"new_lengths": lengths, "scale": head_dim**-0.5}
+    options = {"new_lengths": lengths, "softmax_scale": head_dim**-0.5}
     want = attention.chunk_attention(query, key, value, cache, rotation, **options)
     with emulated():
         got = mosaic_gpu.chunk_attention(query, key, value, cache, rotation, **options)
@@ -589,7 +589,7 @@ def test_decode_lowers_for_cuda(head_dim: int, group: int, dtype: str) -> None:
     query = jax.ShapeDtypeStruct((3, 2 * group, head_dim), jnp.dtype(dtype))
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     decode = decode_mosaic_gpu.decode_attention
-    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, softmax_scale=0.1), query, cache, rotation)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -599,7 +599,7 @@ def test_a_decode_step_is_two_launches(head_dim: int) -> None:
     query = jax.ShapeDtypeStruct((3, 8, head_dim), jnp.bfloat16)
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     operations = lower_for_cuda(
-        lambda q, c, r: _named(ops.decode_attention, q, c, r, scale=0.1), query, cache, rotation
+        lambda q, c, r: _named(ops.decode_attention, q, c, r, softmax_scale=0.1), query, cache, rotation
     )
     launches = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 3
     assert operations.count("stablehlo.custom_call") == launches
@@ -611,12 +611,12 @@ def test_decode_of_long_sequences_lowers_for_cuda(group: int) -> None:
     cache = cache_shapes(2, group, 128, 64, 500)
     query = jax.ShapeDtypeStruct((64, 2 * group, 128), jnp.bfloat16)
     shape = decode_mosaic_gpu.decode_shape(
-        query.update(shape=(64, 2, group, 128)), cache, scale=0.1, transforms=2, windows=True
+        query.update(shape=(64, 2, group, 128)), cache, softmax_scale=0.1, transforms=2, windows=True
     )
     assert shape.warps == 12  # the other plan of head_dim 128
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, 128)))
     decode = decode_mosaic_gpu.decode_attention
-    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, softmax_scale=0.1), query, cache, rotation)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -626,13 +626,17 @@ def test_decode_of_many_sequences_lowers_for_cuda(head_dim: int, group: int) -> 
     query = jax.ShapeDtypeStruct((80, 2 * group, head_dim), jnp.bfloat16)
     transforms = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 0
     shape = decode_mosaic_gpu.decode_shape(
-        query.update(shape=(80, 2, group, head_dim)), cache, scale=0.1, transforms=transforms, windows=True
+        query.update(shape=(80, 2, group, head_dim)),
+        cache,
+        softmax_scale=0.1,
+        transforms=transforms,
+        windows=True,
     )
     # Two blocks share the 228 KiB of a multiprocessor; a block costs 1 KiB more than it asks for.
     assert shape.warps == 4 and shape.splits == 1 and 2 * (shape.shared_bytes + 1024) <= 228 * 1024
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     decode = decode_mosaic_gpu.decode_attention
-    lower_for_cuda(lambda q, c, r: decode(q, c, r, scale=0.1), query, cache, rotation)
+    lower_for_cuda(lambda q, c, r: decode(q, c, r, softmax_scale=0.1), query, cache, rotation)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -644,7 +648,7 @@ def test_prefill_lowers_for_cuda(head_dim: int) -> None:
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     prefill = mosaic_gpu.chunk_attention
     lower_for_cuda(
-        lambda q, k, v, c, r, n: prefill(q, k, v, c, r, new_lengths=n, scale=0.1),
+        lambda q, k, v, c, r, n: prefill(q, k, v, c, r, new_lengths=n, softmax_scale=0.1),
         *(query, chunk, chunk, cache, rotation, lengths),
     )
 
@@ -666,17 +670,17 @@ def test_unsupported_shapes_are_named_before_launch() -> None:
     query = jnp.zeros((1, 2, 96), jnp.bfloat16)
     for call in (decode_mosaic_gpu.decode_attention, lambda *a, **k: _named(ops.decode_attention, *a, **k)):
         with pytest.raises(NotImplementedError, match="head_dim = 96"):
-            call(query, cache, rotation, scale=1.0)
+            call(query, cache, rotation, softmax_scale=1.0)
     pages = jnp.zeros((1, PAGE, 1, 96), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="head_dim = 96"):
         quantize_mosaic_gpu.quantize_page_pair(pages, pages, rotation)
     cache = random_cache(1, 2, 64, [400], rng)
     query = jnp.zeros((1, 2, 64), jnp.float16)
     with pytest.raises(NotImplementedError, match="float16"):
-        decode_mosaic_gpu.decode_attention(query, cache, hadamard_rotation(1, 64), scale=1.0)
+        decode_mosaic_gpu.decode_attention(query, cache, hadamard_rotation(1, 64), softmax_scale=1.0)
     with pytest.raises(NotImplementedError, match="sliding_window = 128"):
         decode_mosaic_gpu.decode_attention(
-            query, cache, hadamard_rotation(1, 64), scale=1.0, sliding_window=128
+            query, cache, hadamard_rotation(1, 64), softmax_scale=1.0, sliding_window=128
         )
 
 
@@ -697,7 +701,7 @@ def test_decode_on_device(head_dim: int, group: int) -> None:
     rotation = random_rotation(3, head_dim, rng)
     for dtype in (jnp.bfloat16, jnp.float32):
         query = jnp.asarray(rng.normal(0, 1.5, (len(lengths), 3 * group, head_dim)), dtype)
-        options = {"scale": head_dim**-0.5}
+        options = {"softmax_scale": head_dim**-0.5}
         got = decode_mosaic_gpu.decode_attention(query, cache, rotation, **options)
         assert_close(got, attention.decode_attention(query, cache, rotation, **options))
         rounded = _named(ops.decode_attention, query, cache, rotation, **options)
@@ -727,7 +731,7 @@ def test_prefill_on_device(group: int, head_dim: int, tokens: int) -> None:
     query = jnp.asarray(rng.normal(0, 1, (len(lengths), tokens, heads * group, head_dim)), jnp.bfloat16)
     key, value = jnp.asarray(rng.normal(0, 1, (2, len(lengths), tokens, heads, head_dim)), jnp.bfloat16)
     new = [tokens, 2, tokens - 3, tokens]
-    options = {"new_lengths": jnp.asarray(new, jnp.int32), "scale": head_dim**-0.5}
+    options = {"new_lengths": jnp.asarray(new, jnp.int32), "softmax_scale": head_dim**-0.5}
     got = _named(ops.chunk_attention, query, key, value, cache, rotation, **options)
     want = attention.chunk_attention(query, key, value, cache, rotation, **options)
     for b, count in enumerate(new):
@@ -744,8 +748,8 @@ def test_decode_of_a_long_sequence_on_device(group: int, warps: int) -> None:
     plan = DecodePlan(1, warps, 3, tuning.WINDOW_PAGES)  # 38 pages or more per warp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_mosaic_gpu, "decode_plan", lambda *_: plan)
-        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, scale=128**-0.5)
-    assert_close(got, attention.decode_attention(query, cache, rotation, scale=128**-0.5))
+        got = decode_mosaic_gpu.decode_attention(query, cache, rotation, softmax_scale=128**-0.5)
+    assert_close(got, attention.decode_attention(query, cache, rotation, softmax_scale=128**-0.5))
 
 
 @pytest.mark.hopper
@@ -772,7 +776,7 @@ def test_thousand_steps_on_device_equal_the_reference() -> None:
     steps = {
         name: jax.jit(
             lambda q, k, v, n, c, name=name: layer_cache.attend(
-                q, k, v, c, rotation, new_lengths=n, scale=head_dim**-0.5, implementation=name
+                q, k, v, c, rotation, new_lengths=n, softmax_scale=head_dim**-0.5, implementation=name
             )
         )
         for name in caches

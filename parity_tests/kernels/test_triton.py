@@ -359,7 +359,7 @@ class TestErrors:
         query, key = torch.zeros(1, 3, 2, 64), torch.zeros(1, 3, 1, 64)
         pages = torch.zeros(1, 64, 1, 64)
         counts = torch.tensor([3], dtype=torch.int32)
-        options: dict[str, Any] = {"scale": 0.125, "implementation": implementation}
+        options: dict[str, Any] = {"softmax_scale": 0.125, "implementation": implementation}
         with pytest.raises(NotImplementedError, match="cpu"):
             ops.decode_attention(query[:, 0], cache.cache, layer_rotation, **options)
         with pytest.raises(NotImplementedError, match="cpu"):
@@ -378,8 +378,10 @@ class TestErrors:
 
         cache, layer_rotation, rng = triton_interpreter.make_case(rotation(1, 64), (400,), 420, 2)
         query = torch.from_numpy(rng.normal(0, 1, (1, 2, 64)).astype(np.float32))
-        got = ops.decode_attention(query, cache.cache, layer_rotation, scale=0.125)
-        assert torch.equal(got, attention.decode_attention(query, cache.cache, layer_rotation, scale=0.125))
+        got = ops.decode_attention(query, cache.cache, layer_rotation, softmax_scale=0.125)
+        assert torch.equal(
+            got, attention.decode_attention(query, cache.cache, layer_rotation, softmax_scale=0.125)
+        )
 
     @pytest.mark.parametrize(
         ("capability", "served"),
@@ -444,7 +446,7 @@ class TestErrors:
                 rotation(heads, head_dim), (400,), 420, group, "gpu"
             )
             query = torch.zeros(1, heads * group, head_dim, device="cuda")
-            options: dict[str, Any] = {"scale": 0.125, "implementation": "gluon"}
+            options: dict[str, Any] = {"softmax_scale": 0.125, "implementation": "gluon"}
             with pytest.raises(NotImplementedError, match=str(head_dim if head_dim == 80 else group)):
                 ops.decode_attention(query, cache.cache, layer_rotation, **options)
 
@@ -582,7 +584,7 @@ class TestOnGpu:
 
         def step() -> torch.Tensor:
             append_token(cache.cache, layer_rotation, row, row, counts)
-            return decode_gluon.decode_attention(query, cache.cache, layer_rotation, scale=128**-0.5)
+            return decode_gluon.decode_attention(query, cache.cache, layer_rotation, softmax_scale=128**-0.5)
 
         step()
         graph = torch.cuda.CUDAGraph()
@@ -591,5 +593,5 @@ class TestOnGpu:
         for _ in range(70):
             graph.replay()
         assert cache.cache.lengths.tolist() == [451, 971]
-        want = attention.decode_attention(query, cache.cache, layer_rotation, scale=128**-0.5)
+        want = attention.decode_attention(query, cache.cache, layer_rotation, softmax_scale=128**-0.5)
         assert (out - want).norm() <= TOLERANCE * want.norm()

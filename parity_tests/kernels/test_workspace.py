@@ -64,13 +64,13 @@ def jax_case(history: int, group: int = GROUP) -> tuple[Any, ...]:
 def mosaic_chunk(query: Any, chunk: Any, cache: Any, rotation: Any, counts: Any) -> Any:
     from oscar_jax.pallas.prefill.mosaic_gpu import chunk_attention
 
-    return chunk_attention(query, chunk, chunk, cache, rotation, new_lengths=counts, scale=0.1)
+    return chunk_attention(query, chunk, chunk, cache, rotation, new_lengths=counts, softmax_scale=0.1)
 
 
 def mosaic_decode(query: Any, chunk: Any, cache: Any, rotation: Any, counts: Any) -> Any:
     from oscar_jax.pallas.decode.mosaic_gpu import decode_attention
 
-    return decode_attention(query[:, 0], cache, rotation, scale=0.1)
+    return decode_attention(query[:, 0], cache, rotation, softmax_scale=0.1)
 
 
 def test_mosaic_prefill_is_bounded() -> None:
@@ -91,7 +91,7 @@ def test_the_reference_is_found_out() -> None:
     from oscar_jax.attention import decode_attention
 
     def reference(query: Any, chunk: Any, cache: Any, rotation: Any, counts: Any) -> Any:
-        return decode_attention(query[:, 0], cache, rotation, scale=0.1)
+        return decode_attention(query[:, 0], cache, rotation, softmax_scale=0.1)
 
     sizes = intermediate_bytes(reference, *jax_case(HISTORIES[0]))
     assert max(sizes) >= HISTORIES[0] * HEADS * HEAD_DIM * 4
@@ -125,9 +125,11 @@ def torch_allocations(kernel: str, length: int, tokens: int) -> tuple[list[int],
     module = importlib.import_module(f"oscar_torch.{kernel}")
     with Recorder():
         if tokens:
-            module.chunk_attention(query, key, key, cache.cache, rotation, new_lengths=counts, scale=0.1)
+            module.chunk_attention(
+                query, key, key, cache.cache, rotation, new_lengths=counts, softmax_scale=0.1
+            )
         else:
-            module.decode_attention(query[:, 0], cache.cache, rotation, scale=0.1)
+            module.decode_attention(query[:, 0], cache.cache, rotation, softmax_scale=0.1)
     return made, 64 * int(cache.cache.history_pages[0])
 
 
@@ -188,7 +190,7 @@ def test_triton_peak_on_device(tokens: int) -> None:
         cache, rotation, _ = triton_interpreter.make_case(fields, (length,), length + TOKENS, GROUP, "gpu")
         query = torch.randn(1, max(1, tokens), HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         key = torch.randn(1, max(1, tokens), HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        options: dict[str, Any] = {"scale": 0.1, "implementation": "triton"}
+        options: dict[str, Any] = {"softmax_scale": 0.1, "implementation": "triton"}
         counts = torch.tensor([tokens], dtype=torch.int32, device="cuda")
 
         def call(query=query, key=key, cache=cache, rotation=rotation, counts=counts, options=options) -> Any:

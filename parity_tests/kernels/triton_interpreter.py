@@ -138,7 +138,7 @@ def attention_errors(
     def normal(*shape: int) -> Any:
         return torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(place)
 
-    options = {"scale": head_dim**-0.5, "sliding_window": sliding_window}
+    options = {"softmax_scale": head_dim**-0.5, "sliding_window": sliding_window}
     options["sink_logits"] = normal(heads * group) if sinks else None
     module = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}")
     batch = len(lengths)

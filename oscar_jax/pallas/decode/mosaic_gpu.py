@@ -65,7 +65,7 @@ class DecodeShape:
     group: int  # query rows per key/value head
     head_dim: int
     table_pages: int  # columns of the page table
-    scale: float  # multiplies the scores
+    softmax_scale: float  # multiplies the scores
     query_bfloat16: bool
     splits: int  # blocks per sequence and head that share the INT2 pages
     stages: int  # pages in flight per warp
@@ -474,7 +474,7 @@ def _history(at: _Place) -> None:
 
     # ---- right operands
     key_operands, start, top = _rotated_query(at, _rotate_query(at, started) if started else None)
-    score_unit = [t * (shape.scale * _LOG2E / _FIXED_MAX) for t in top]  # of the integer sums, base 2
+    score_unit = [t * (shape.softmax_scale * _LOG2E / _FIXED_MAX) for t in top]  # of the integer sums, base 2
     mean_unit = [t.reciprocal() * _FIXED_MAX for t in top]  # of q . mean, in units of the integer sums
 
     if window:
@@ -851,7 +851,7 @@ def _windows(at: _Place, steps: Any) -> None:
     m, shape, refs = at.m, at.shape, at.refs
     head_dim, n_heads = shape.head_dim, shape.lane_heads
     heads = range(n_heads)
-    unit = shape.scale * _LOG2E
+    unit = shape.softmax_scale * _LOG2E
     operands = _dense_query(at)
     count = head_dim // 4  # words of a step that a lane loads, of keys and of values
     ahead = head_dim <= 128
@@ -1038,7 +1038,13 @@ def _decode_kernel(shape: DecodeShape) -> Any:
 
 
 def decode_shape(
-    query: jax.Array, cache: Any, *, scale: float, transforms: int, windows: bool, splits: int | None = None
+    query: jax.Array,
+    cache: Any,
+    *,
+    softmax_scale: float,
+    transforms: int,
+    windows: bool,
+    splits: int | None = None,
 ) -> DecodeShape:
     """The launch plan for queries [B, K, G, D] over `cache`. Raises NotImplementedError.
 
@@ -1060,7 +1066,7 @@ def decode_shape(
         group=group,
         head_dim=head_dim,
         table_pages=table_pages,
-        scale=float(scale),
+        softmax_scale=float(softmax_scale),
         query_bfloat16=query.dtype == jnp.bfloat16,
         splits=splits or plan.splits,
         stages=plan.stages,
@@ -1088,7 +1094,7 @@ def decode_partials(
 
 
 def decode_history(
-    query_rotated: jax.Array, query: jax.Array, cache: Any, *, scale: float, splits: int | None = None
+    query_rotated: jax.Array, query: jax.Array, cache: Any, *, softmax_scale: float, splits: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of queries [B, K, G, D] over the INT2 pages alone, in the rotated value basis.
 
@@ -1096,7 +1102,9 @@ def decode_history(
     the scores, float32 [B, K, G], -inf where a sequence has no INT2 page. Any number of query rows G: they
     are served in tiles of eight. Raises NotImplementedError.
     """
-    shape = decode_shape(query, cache, scale=scale, transforms=0, windows=False, splits=splits)
+    shape = decode_shape(
+        query, cache, softmax_scale=softmax_scale, transforms=0, windows=False, splits=splits
+    )
     out, lse = decode_partials(query_rotated, query, cache, shape)
     top = lse.max(-1)
     weight = jnp.exp2(lse - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
@@ -1111,7 +1119,7 @@ def decode_attention(
     cache: Any,
     rotation: Any,
     *,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
     splits: int | None = None,
@@ -1134,7 +1142,9 @@ def decode_attention(
     grouped = query.reshape(cache.batch, heads, -1, head_dim)
     transform = rotation.query_transform
     transforms = transform.shape[0] if head_dim <= ROTATED_IN_BLOCK else 0
-    shape = decode_shape(grouped, cache, scale=scale, transforms=transforms, windows=True, splits=splits)
+    shape = decode_shape(
+        grouped, cache, softmax_scale=softmax_scale, transforms=transforms, windows=True, splits=splits
+    )
     first = transform if transforms else rotate_few_queries(grouped, rotation)
     partials = decode_partials(first, grouped, cache, shape)
     out = merge_partials(*partials, rotation, windows=shape.windows, sink_logits=sink_logits, dtype=dtype)

@@ -27,7 +27,7 @@ def chunk_attention(
     rotation: Any,
     *,
     new_lengths: jax.Array,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
 ) -> jax.Array:
@@ -50,18 +50,23 @@ def chunk_attention(
 
     grouped = query.reshape(batch, tokens, heads, group, head_dim)
     rows = grouped.swapaxes(1, 2).reshape(batch, heads, tokens * group, head_dim)
-    out, lse = decode_history(rotate_queries(rows, rotation), rows, cache, scale=scale)
+    out, lse = decode_history(rotate_queries(rows, rotation), rows, cache, softmax_scale=softmax_scale)
     out = restore_values(out, jnp.isfinite(lse).astype(jnp.float32), rotation)
     history = Partial(
         out.reshape(batch, heads, tokens, group, head_dim).swapaxes(1, 2),
         lse.reshape(batch, heads, tokens, group).swapaxes(1, 2),
     )
-    exact = _exact_part(grouped, key, value, cache, new_lengths, scale)
+    exact = _exact_part(grouped, key, value, cache, new_lengths, softmax_scale)
     return _finish([history, exact], sink_logits)
 
 
 def _exact_part(
-    queries: jax.Array, key: jax.Array, value: jax.Array, cache: Any, new_lengths: jax.Array, scale: float
+    queries: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any,
+    new_lengths: jax.Array,
+    softmax_scale: float,
 ) -> Partial:
     """Partial of queries [B, T, K, G, D] over the window pages and, causally, the chunk: all BF16 rows."""
     batch, tokens = queries.shape[:2]
@@ -83,7 +88,7 @@ def _exact_part(
         causal = (row[:, None] >= step) & real  # [B, T', T]
         seen = jnp.broadcast_to(stored, (batch, block.shape[1], stored.shape[2]))
         mask = jnp.concatenate([seen, causal], -1)
-        return _rows(block.astype(jnp.float32), rows_key, rows_value, mask, scale)
+        return _rows(block.astype(jnp.float32), rows_key, rows_value, mask, softmax_scale)
 
     whole = tokens // QUERY_BLOCK * QUERY_BLOCK
     parts = []

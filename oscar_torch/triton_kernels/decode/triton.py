@@ -761,14 +761,14 @@ def decode_attention(
     cache,
     rotation,
     *,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
-    query [B, N, D] -> [B, N, D] of `dtype`; `scale` multiplies the scores (usually D**-0.5). A sliding window
+    query [B, N, D] -> [B, N, D] of `dtype`; `softmax_scale` multiplies the scores (usually D**-0.5). A window
     of w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
     sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device, more than 16 query
     heads per key/value head) before anything is allocated.
@@ -790,7 +790,7 @@ def decode_attention(
         cache.key_page_mean.view(torch.int16), cache.key_scale.view(torch.int16),
         cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
         cache.window_value.view(torch.int16), cache.page_table, max_pages, cache.window_table, cache.lengths,
-        cache.history_pages, scale * LOG2_E, sliding_window or 0, plan.batch, plan.pieces, o, lse,
+        cache.history_pages, softmax_scale * LOG2_E, sliding_window or 0, plan.batch, plan.pieces, o, lse,
         K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, ROWS=rows,
         CHUNK=min(plan.padded_dim, 128), SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots,
         WINDOW_PAGES=plan.window_pages, SLIDING=sliding_window is not None, BATCH_P=plan.padded_batch,

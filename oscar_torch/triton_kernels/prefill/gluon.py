@@ -452,7 +452,7 @@ def chunk_attention(
     rotation,
     *,
     new_lengths: torch.Tensor,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -472,7 +472,7 @@ def chunk_attention(
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     query = query.contiguous()
     batch, tokens = query.shape[:2]
-    rotated = plain.rotate(query, cache, rotation, scale)
+    rotated = plain.rotate(query, cache, rotation, softmax_scale)
     row_blocks = triton.cdiv(tokens * group, CONSUMERS.value * ROWS.value)
     most = max(1, cache.page_table.shape[1] // LEAST_PAGES)
     pieces = min(most, max(1, processors // (row_blocks * heads * batch)))
@@ -484,11 +484,11 @@ def chunk_attention(
         cache.key_codes, cache.value_codes, cache.key_scale.view(torch.int16),
         cache.value_scale.view(torch.int16), cache.value_scale.view(torch.int32),
         cache.key_page_mean.view(torch.int16), cache.page_table, cache.page_table.shape[1],
-        cache.lengths, cache.history_pages, scale * LOG2_E, sliding_window or 0,
+        cache.lengths, cache.history_pages, softmax_scale * LOG2_E, sliding_window or 0,
         K=heads, G=group, D=head_dim, SINK_PAGES=config.sink_pages, SLIDING=sliding_window is not None,
         num_warps=4,
     )  # fmt: skip
     return plain.attend(
-        query, key, value, cache, rotation, rotated, (sums, state), new_lengths=new_lengths, scale=scale,
-        sliding_window=sliding_window, sink_logits=sink_logits,
+        query, key, value, cache, rotation, rotated, (sums, state), new_lengths=new_lengths,
+        softmax_scale=softmax_scale, sliding_window=sliding_window, sink_logits=sink_logits,
     )  # fmt: skip

@@ -477,7 +477,7 @@ def chunk_attention(
     rotation,
     *,
     new_lengths: torch.Tensor,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -490,14 +490,14 @@ def chunk_attention(
     """
     check_chunk(query, key, value, cache, sink_logits)
     query = query.contiguous()
-    rotated = rotate(query, cache, rotation, scale)
+    rotated = rotate(query, cache, rotation, softmax_scale)
     return attend(
-        query, key, value, cache, rotation, rotated, None, new_lengths=new_lengths, scale=scale,
-        sliding_window=sliding_window, sink_logits=sink_logits,
+        query, key, value, cache, rotation, rotated, None, new_lengths=new_lengths,
+        softmax_scale=softmax_scale, sliding_window=sliding_window, sink_logits=sink_logits,
     )  # fmt: skip
 
 
-def rotate(query: torch.Tensor, cache, rotation, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(query: torch.Tensor, cache, rotation, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated queries, fp16 [B, K, T * G, D], channels in the order of `code_of`, and units of their scores.
 
     query [B, T, N, D]; units float32 [B, K, T * G]: a product with a key times the unit is a score in log2.
@@ -511,7 +511,7 @@ def rotate(query: torch.Tensor, cache, rotation, scale: float) -> tuple[torch.Te
     rotated = torch.empty((batch, heads, rows, head_dim), device=query.device, dtype=torch.float16)
     unit = torch.empty((batch, heads, rows), device=query.device)
     _rotate_kernel[(triton.cdiv(rows, tile.rows), heads, batch)](
-        query, tokens, rotation.query_transform, stride_rotation, scale * LOG2_E, rotated, unit,
+        query, tokens, rotation.query_transform, stride_rotation, softmax_scale * LOG2_E, rotated, unit,
         K=heads, G=query_heads // heads, D=head_dim, DP=padded, ROWS=tile.rows, CHUNK=tile.chunk,
         COMPILED=query.device.type == "cuda", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -528,7 +528,7 @@ def attend(
     history: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     new_lengths: torch.Tensor,
-    scale: float,
+    softmax_scale: float,
     sliding_window: int | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -555,8 +555,9 @@ def attend(
         cache.window_key.view(torch.int16), cache.window_value.view(torch.int16),
         cache.page_table, cache.page_table.shape[1], cache.window_table, cache.lengths, cache.history_pages,
         rotation.output_transform, rotation.value_mean.view(torch.int16),
-        rotation_stride(rotation.query_transform.shape[0], heads), scale * LOG2_E, sliding_window or 0,
-        cache.lengths if sink_logits is None else sink_logits, *rotated, sums, state, sums.shape[0], out,
+        rotation_stride(rotation.query_transform.shape[0], heads), softmax_scale * LOG2_E,
+        sliding_window or 0, cache.lengths if sink_logits is None else sink_logits, *rotated,
+        sums, state, sums.shape[0], out,
         K=heads, G=group, D=head_dim, DP=padded, ROWS=tile.rows, PAGES=tile.pages, CHUNK=tile.chunk,
         BLOCK=min(64, 1 << (head_dim.bit_length() - 1)),  # its scores must fit an output row
         BF16=compiled and query.dtype == torch.bfloat16, COMPILED=compiled,
