@@ -1,9 +1,12 @@
 """The matrices that a rotation is built from, float64 NumPy: Hadamard, eigenbases, balanced bases.
 
 Eigenvectors from accelerators differ in sign and order, so this runs on the CPU and signs are fixed.
+
+Twin file, byte-identical in both packages: NumPy only.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.errors import ConfigError, ShapeError
 
@@ -79,15 +82,15 @@ def balanced_basis(query_covariance: np.ndarray, key_covariance: np.ndarray, dam
     return (query_root @ left / np.sqrt(singular)) @ hadamard_matrix(len(singular))
 
 
-def orthogonality_defect(matrix: np.ndarray) -> float:
+def orthogonality_defect(matrix: npt.ArrayLike) -> float:
     """The largest entry of |TᵀT/c − I| over matrices [..., D, D], c the mean squared column norm."""
-    matrix = np.asarray(matrix, np.float64)
-    gram = matrix.swapaxes(-1, -2) @ matrix
+    matrices = np.asarray(matrix, np.float64)
+    gram = matrices.swapaxes(-1, -2) @ matrices
     scale = np.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1]
     return float(np.abs(gram / scale - np.eye(gram.shape[-1])).max())
 
 
-def condition_number(matrix: np.ndarray) -> float:
+def condition_number(matrix: npt.ArrayLike) -> float:
     """The largest ratio of extreme singular values over all matrices [..., D, D]."""
     return float(np.max(np.linalg.cond(np.asarray(matrix, np.float64))))
 

@@ -1,4 +1,7 @@
-"""From a layer's statistics to its rotation, in float64. A fitted set is a file to ship, never to refit."""
+"""From a layer's statistics to its rotation, in float64. A fitted set is a file to ship, never to refit.
+
+Twin file, byte-identical in both packages: NumPy only, so that the same statistics give the same set.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -7,27 +7,24 @@ Layout: rows are row vectors, y = x·T. A transform is stored as int16 in units 
 inverse as float32 of the inverse of the *rounded* matrix, so that queries and outputs undo exactly what was
 applied to the rows. Leading axis Kr: 1 (shared by all key/value heads of the layer) or K.
 
-Fits run in float64 NumPy on the CPU: eigenvectors from accelerators differ in sign and order. A fitted set is
-a file to ship, never to refit.
+Bases, fits and checks are NumPy, the same bytes in both packages (`bases`, `fixed_point`, `fields`, `fit`).
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ..core import cache_format as fmt
-from ..core.config import check_head_dim
-from ..core.errors import CheckpointError, ConfigError, DTypeError, ShapeError
+from ..core.errors import CheckpointError
 from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
 from .bases import hadamard_matrix
-from .fixed_point import _UNIT, INVERSE_TOLERANCE, invert_fixed_point, to_fixed_point
+from .fields import check_fields, make_fields
+from .fixed_point import UNIT
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+Array = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,14 +36,23 @@ class LayerRotation:
     value_mean, key_mean bfloat16 [Kr, D]; key_multiplier, value_multiplier int32 [Kr] in units of 1/256.
     """
 
-    key_transform: Any
-    query_transform: Any
-    value_transform: Any
-    output_transform: Any
-    value_mean: Any
-    key_mean: Any
-    key_multiplier: Any
-    value_multiplier: Any
+    key_transform: Array
+    query_transform: Array
+    value_transform: Array
+    output_transform: Array
+    value_mean: Array
+    key_mean: Array
+    key_multiplier: Array
+    value_multiplier: Array
+
+    @classmethod
+    def from_numpy(cls, fields: Mapping[str, np.ndarray]) -> "LayerRotation":
+        """The rotation whose fields are these arrays, by name."""
+        return cls(**fields)
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """The fields by name as NumPy arrays."""
+        return {name: np.asarray(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
 
 
 jax.tree_util.register_dataclass(LayerRotation, data_fields=list(fmt.ROTATION_FIELDS), meta_fields=[])
@@ -81,57 +87,14 @@ def validate_layer(
 ) -> None:
     """Raises an error naming layer and field unless the arrays obey the format page, section 1.
 
-    ShapeError and DTypeError for the arrays' form; CheckpointError for their content: non-finite entries, a
-    column norm above 1, a multiplier outside 1..511, a pair that is not inverse to 1e-3, or swapped roles.
+    ShapeError, DTypeError or CheckpointError, as `fields.check_fields`.
     """
-    heads = np.shape(layer_rotation.key_transform)[:1]
-    if heads not in ((1,), (num_key_value_heads,)):
-        raise ShapeError(
-            f"layer {layer_id}: key_transform has leading axis {heads}, "
-            f"allowed: 1 or num_key_value_heads = {num_key_value_heads}"
-        )
-    arrays = {}
-    for name, shape in fmt.rotation_field_shapes(heads[0], head_dim).items():
-        array = np.asarray(getattr(layer_rotation, name))
-        if array.shape != shape:
-            raise ShapeError(f"layer {layer_id}: {name} has shape {array.shape}, expected {shape}")
-        if array.dtype.name != fmt.ROTATION_FIELDS[name]:
-            expected = fmt.ROTATION_FIELDS[name]
-            raise DTypeError(f"layer {layer_id}: {name} has dtype {array.dtype.name}, expected {expected}")
-        arrays[name] = array.astype(np.float64)
-        if not np.isfinite(arrays[name]).all():
-            raise CheckpointError(f"layer {layer_id}: {name} has non-finite entries")
-    for name in ("key_multiplier", "value_multiplier"):
-        for multiplier in arrays[name]:
-            if not 1 <= multiplier < fmt.MULTIPLIER_LIMIT:
-                raise CheckpointError(
-                    f"layer {layer_id}: {name} = {int(multiplier)}, allowed: 1..{fmt.MULTIPLIER_LIMIT - 1}"
-                )
-    for name in ("key_transform", "value_transform"):
-        norms = np.sqrt((arrays[name] ** 2).sum(axis=-2)) * _UNIT
-        if norms.max() > 1.0:
-            raise CheckpointError(
-                f"layer {layer_id}: {name} has a column of norm {norms.max():.6f}, allowed: <= 1"
-            )
-    key, value = arrays["key_transform"] * _UNIT, arrays["value_transform"] * _UNIT
-    query_transposed = arrays["query_transform"].swapaxes(-1, -2)
-    _check_inverse(layer_id, "key_transform", "query_transform", "inverse transpose", key, query_transposed)
-    _check_inverse(
-        layer_id, "value_transform", "output_transform", "inverse", value, arrays["output_transform"]
+    check_fields(
+        layer_rotation.numpy(),
+        layer_id=layer_id,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
     )
-
-
-def _check_inverse(
-    layer_id: int, name: str, inverse_name: str, relation: str, matrix: np.ndarray, inverse: np.ndarray
-) -> None:
-    identity = np.eye(matrix.shape[-1])
-    error = np.abs(matrix @ inverse - identity).max()
-    if error <= INVERSE_TOLERANCE:
-        return
-    message = f"layer {layer_id}: {inverse_name} is not the {relation} of {name}: off by {error:.3g}"
-    if np.abs(matrix @ inverse.swapaxes(-1, -2) - identity).max() <= INVERSE_TOLERANCE:
-        message += " (it is when transposed: key and value roles look swapped)"
-    raise CheckpointError(message)
 
 
 def validate_rotation_set(rotation_set: RotationSet) -> None:
@@ -160,7 +123,7 @@ def apply_transform(rows: jax.Array, transform: jax.Array) -> jax.Array:
     """
     matrix = transform.astype(jnp.float32)
     if transform.dtype == jnp.int16:
-        matrix = matrix * _UNIT
+        matrix = matrix * UNIT
     matrix = jnp.broadcast_to(matrix, (rows.shape[-2], *matrix.shape[-2:]))
     return jnp.einsum("...kd,kde->...ke", rows.astype(jnp.float32), matrix, precision="highest")
 
@@ -175,32 +138,15 @@ def make_layer_rotation(
     value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT,
 ) -> LayerRotation:
     """The fixed-point rotation of Kr float64 key and value bases [D, D]; means [Kr, D], None for zeros."""
-    if len(key_bases) != len(value_bases):
-        raise ShapeError(f"{len(key_bases)} key bases but {len(value_bases)} value bases")
-    heads, head_dim = len(key_bases), np.shape(key_bases[0])[-1]
-    check_head_dim(head_dim)
-    for name, multiplier in (("key_multiplier", key_multiplier), ("value_multiplier", value_multiplier)):
-        if not 1 <= multiplier < fmt.MULTIPLIER_LIMIT:
-            raise ConfigError(f"{name} = {multiplier}, allowed: 1..{fmt.MULTIPLIER_LIMIT - 1}")
-    keys = np.stack([to_fixed_point(basis)[0] for basis in key_bases])
-    values = np.stack([to_fixed_point(basis)[0] for basis in value_bases])
-
-    def mean(rows: np.ndarray | None) -> np.ndarray:
-        rows = np.zeros((heads, head_dim)) if rows is None else np.asarray(rows)
-        if rows.shape != (heads, head_dim):
-            raise ShapeError(f"mean has shape {rows.shape}, expected {(heads, head_dim)}")
-        return rows.astype(np.float32).astype(_BFLOAT16)
-
-    return LayerRotation(
-        key_transform=keys,
-        query_transform=np.stack([invert_fixed_point(key).T for key in keys]).astype(np.float32),
-        value_transform=values,
-        output_transform=np.stack([invert_fixed_point(value) for value in values]).astype(np.float32),
-        value_mean=mean(value_mean),
-        key_mean=mean(key_mean),
-        key_multiplier=np.full(heads, key_multiplier, np.int32),
-        value_multiplier=np.full(heads, value_multiplier, np.int32),
+    fields = make_fields(
+        key_bases,
+        value_bases,
+        key_mean=key_mean,
+        value_mean=value_mean,
+        key_multiplier=key_multiplier,
+        value_multiplier=value_multiplier,
     )
+    return LayerRotation.from_numpy(fields)
 
 
 def identity_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:

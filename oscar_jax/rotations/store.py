@@ -108,9 +108,9 @@ def save_safetensors(rotation_set: RotationSet, path: str | os.PathLike[str]) ->
 
 def _flatten(rotation_set: RotationSet) -> dict[str, np.ndarray]:
     arrays = {
-        f"layers.{layer}.{field}": getattr(rotation, field)
+        f"layers.{layer}.{field}": array
         for layer, rotation in rotation_set.layers.items()
-        for field in fmt.ROTATION_FIELDS
+        for field, array in rotation.numpy().items()
     }
     for layer, companions in rotation_set.companions.items():
         arrays |= {f"companions.{layer}.{name}": array for name, array in companions.items()}
@@ -189,7 +189,7 @@ def _assemble(
             layers[int(match[2])][match[3]] = array
         else:
             companions.setdefault(int(match[2]), {})[match[3]] = array
-    rotations = {layer: LayerRotation(**fields) for layer, fields in layers.items()}
+    rotations = {layer: LayerRotation.from_numpy(fields) for layer, fields in layers.items()}
     rotation_set = RotationSet(header, rotations, companions)
     try:
         validate_rotation_set(rotation_set)

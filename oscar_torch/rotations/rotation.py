@@ -1,25 +1,27 @@
 """Rotation sets: the matrices that spread a key or value row evenly before it is coded in two bits.
 
 Why: a 2-bit row has one scale, so its channels should carry equal energy, and for keys that energy should be
-weighed by what the queries look at. This package applies rotation sets, it never fits them.
+weighed by what the queries look at. Every basis here ends in a Hadamard matrix, which mixes the channels.
 
 Layout: rows are row vectors, y = x·T. A transform is stored as int16 in units of 2**-14 (fixed point), its
 inverse as float32 of the inverse of the *rounded* matrix, so that queries and outputs undo exactly what was
 applied to the rows. Leading axis Kr: 1 (shared by all key/value heads of the layer) or K.
+
+Bases, fits and checks are NumPy, the same bytes in both packages (`bases`, `fixed_point`, `fields`, `fit`).
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ..core import cache_format as fmt
-from ..core.config import check_head_dim
-from ..core.errors import CheckpointError, DTypeError, ShapeError
+from ..core.errors import CheckpointError
 from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
-
-INVERSE_TOLERANCE = 1e-3
-_UNIT = 2.0**-fmt.TRANSFORM_BITS
+from .bases import hadamard_matrix
+from .fields import BFLOAT16, check_fields, make_fields
+from .fixed_point import UNIT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +51,15 @@ class LayerRotation:
         """The same rotation with its tensors on `device`."""
         return LayerRotation(**{name: getattr(self, name).to(device) for name in fmt.ROTATION_FIELDS})
 
+    @classmethod
+    def from_numpy(cls, fields: Mapping[str, np.ndarray]) -> "LayerRotation":
+        """The rotation whose fields are these arrays, by name."""
+        return cls(**{name: to_tensor(array) for name, array in fields.items()})
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """The fields by name as NumPy arrays."""
+        return {name: to_numpy(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RotationSet:
@@ -60,7 +71,7 @@ class RotationSet:
 
     header: RotationHeader
     layers: dict[int, LayerRotation]
-    companions: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    companions: dict[int, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def require_fits(
         self,
@@ -76,8 +87,26 @@ class RotationSet:
     def to(self, device: torch.device | str) -> "RotationSet":
         """The same set with its rotations on `device`; companions stay where they are."""
         return RotationSet(
-            self.header, {layer: rotation.to(device) for layer, rotation in self.layers.items()}
+            self.header,
+            {layer: rotation.to(device) for layer, rotation in self.layers.items()},
+            self.companions,
         )
+
+
+def to_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor on the CPU with the array's content; bfloat16 is that of ml_dtypes."""
+    array = np.array(array)  # what libraries hand out may be read-only
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A NumPy array with the tensor's content; bfloat16 is that of ml_dtypes."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()
 
 
 def validate_layer(
@@ -85,58 +114,14 @@ def validate_layer(
 ) -> None:
     """Raises an error naming layer and field unless the arrays obey the format page, section 1.
 
-    ShapeError and DTypeError for the arrays' form; CheckpointError for their content: non-finite entries, a
-    column norm above 1, a multiplier outside 1..511, a pair that is not inverse to 1e-3, or swapped roles.
+    ShapeError, DTypeError or CheckpointError, as `fields.check_fields`.
     """
-    heads = tuple(layer_rotation.key_transform.shape[:1])
-    if heads not in ((1,), (num_key_value_heads,)):
-        raise ShapeError(
-            f"layer {layer_id}: key_transform has leading axis {heads}, "
-            f"allowed: 1 or num_key_value_heads = {num_key_value_heads}"
-        )
-    arrays = {}
-    for name, shape in fmt.rotation_field_shapes(heads[0], head_dim).items():
-        array = getattr(layer_rotation, name)
-        if tuple(array.shape) != shape:
-            raise ShapeError(f"layer {layer_id}: {name} has shape {tuple(array.shape)}, expected {shape}")
-        dtype = str(array.dtype).removeprefix("torch.")
-        if dtype != fmt.ROTATION_FIELDS[name]:
-            expected = fmt.ROTATION_FIELDS[name]
-            raise DTypeError(f"layer {layer_id}: {name} has dtype {dtype}, expected {expected}")
-        arrays[name] = array.detach().cpu().to(torch.float64)
-        if not torch.isfinite(arrays[name]).all():
-            raise CheckpointError(f"layer {layer_id}: {name} has non-finite entries")
-    for name in ("key_multiplier", "value_multiplier"):
-        for multiplier in arrays[name].tolist():
-            if not 1 <= multiplier < fmt.MULTIPLIER_LIMIT:
-                raise CheckpointError(
-                    f"layer {layer_id}: {name} = {int(multiplier)}, allowed: 1..{fmt.MULTIPLIER_LIMIT - 1}"
-                )
-    for name in ("key_transform", "value_transform"):
-        norms = arrays[name].square().sum(dim=-2).sqrt() * _UNIT
-        if norms.max() > 1.0:
-            raise CheckpointError(
-                f"layer {layer_id}: {name} has a column of norm {norms.max().item():.6f}, allowed: <= 1"
-            )
-    key, value = arrays["key_transform"] * _UNIT, arrays["value_transform"] * _UNIT
-    query_transposed = arrays["query_transform"].mT
-    _check_inverse(layer_id, "key_transform", "query_transform", "inverse transpose", key, query_transposed)
-    _check_inverse(
-        layer_id, "value_transform", "output_transform", "inverse", value, arrays["output_transform"]
+    check_fields(
+        layer_rotation.numpy(),
+        layer_id=layer_id,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
     )
-
-
-def _check_inverse(
-    layer_id: int, name: str, inverse_name: str, relation: str, matrix: torch.Tensor, inverse: torch.Tensor
-) -> None:
-    identity = torch.eye(matrix.shape[-1], dtype=torch.float64)
-    error = (matrix @ inverse - identity).abs().max().item()
-    if error <= INVERSE_TOLERANCE:
-        return
-    message = f"layer {layer_id}: {inverse_name} is not the {relation} of {name}: off by {error:.3g}"
-    if (matrix @ inverse.mT - identity).abs().max() <= INVERSE_TOLERANCE:
-        message += " (it is when transposed: key and value roles look swapped)"
-    raise CheckpointError(message)
 
 
 def validate_rotation_set(rotation_set: RotationSet) -> None:
@@ -165,25 +150,39 @@ def apply_transform(rows: torch.Tensor, transform: torch.Tensor) -> torch.Tensor
     """
     matrix = transform.to(torch.float32)
     if transform.dtype == torch.int16:
-        matrix = matrix * _UNIT
+        matrix = matrix * UNIT
     matrix = matrix.expand(rows.shape[-2], -1, -1)
     return torch.einsum("...kd,kde->...ke", rows.to(torch.float32), matrix)
 
 
+def make_layer_rotation(
+    key_bases: Sequence[np.ndarray],
+    value_bases: Sequence[np.ndarray],
+    *,
+    key_mean: np.ndarray | None = None,
+    value_mean: np.ndarray | None = None,
+    key_multiplier: int = fmt.KEY_MULTIPLIER_DEFAULT,
+    value_multiplier: int = fmt.VALUE_MULTIPLIER_DEFAULT,
+) -> LayerRotation:
+    """The fixed-point rotation of Kr float64 key and value bases [D, D]; means [Kr, D], None for zeros."""
+    fields = make_fields(
+        key_bases,
+        value_bases,
+        key_mean=key_mean,
+        value_mean=value_mean,
+        key_multiplier=key_multiplier,
+        value_multiplier=value_multiplier,
+    )
+    return LayerRotation.from_numpy(fields)
+
+
 def identity_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:
     """The rotation that changes nothing, one matrix per head; pass 1 head for a shared one."""
-    check_head_dim(head_dim)
-    heads = num_key_value_heads
-    transform = (torch.eye(head_dim, dtype=torch.int16) * fmt.TRANSFORM_MAX).repeat(heads, 1, 1)
-    inverse = torch.eye(head_dim).repeat(heads, 1, 1)
-    mean = torch.zeros(heads, head_dim, dtype=torch.bfloat16)
-    return LayerRotation(
-        key_transform=transform,
-        query_transform=inverse,
-        value_transform=transform.clone(),
-        output_transform=inverse.clone(),
-        value_mean=mean,
-        key_mean=mean.clone(),
-        key_multiplier=torch.full((heads,), fmt.KEY_MULTIPLIER_DEFAULT, dtype=torch.int32),
-        value_multiplier=torch.full((heads,), fmt.VALUE_MULTIPLIER_DEFAULT, dtype=torch.int32),
-    )
+    bases = [np.eye(head_dim)] * num_key_value_heads
+    return make_layer_rotation(bases, bases)
+
+
+def hadamard_rotation(num_key_value_heads: int, head_dim: int) -> LayerRotation:
+    """The Hadamard rotation without means, one matrix per head; pass 1 head for a shared one."""
+    bases = [hadamard_matrix(head_dim)] * num_key_value_heads
+    return make_layer_rotation(bases, bases)

@@ -14,9 +14,8 @@ import re
 from typing import Any
 
 import numpy as np
-import safetensors.torch
+import safetensors.numpy
 import tensorstore
-import torch
 
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError, OscarError
@@ -40,7 +39,7 @@ def load_rotation_set(path: str | os.PathLike[str]) -> RotationSet:
         return load_safetensors(path)
     header, digests = _read_document(path)
     store = _array_store(path)
-    arrays = {name: _to_tensor(_read_array(path, name, store)) for name in digests}
+    arrays = {name: _read_array(path, name, store) for name in digests}
     return _assemble(path, header, digests, arrays)
 
 
@@ -54,7 +53,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> RotationSet:
     path = pathlib.Path(path)
     header, digests = _read_document(path)
     try:
-        arrays = safetensors.torch.load_file(path)
+        arrays = safetensors.numpy.load_file(path)
     except Exception as error:
         raise CheckpointError(f"{path}: {_first_line(error)}") from None
     return _assemble(path, header, digests, arrays)
@@ -69,37 +68,28 @@ def save_safetensors(rotation_set: RotationSet, path: str | os.PathLike[str]) ->
     validate_rotation_set(rotation_set)
     _check_replaceable(path)
     arrays = _flatten(rotation_set)
-    data = safetensors.torch.save(arrays, metadata={_KEY: _document(rotation_set.header, arrays)})
+    data = safetensors.numpy.save(arrays, metadata={_KEY: _document(rotation_set.header, arrays)})
     with replacing_file(path) as partial:
         partial.write_bytes(data)
 
 
-def _flatten(rotation_set: RotationSet) -> dict[str, torch.Tensor]:
+def _flatten(rotation_set: RotationSet) -> dict[str, np.ndarray]:
     arrays = {
-        f"layers.{layer}.{field}": getattr(rotation, field)
+        f"layers.{layer}.{field}": array
         for layer, rotation in rotation_set.layers.items()
-        for field in fmt.ROTATION_FIELDS
+        for field, array in rotation.numpy().items()
     }
     for layer, companions in rotation_set.companions.items():
         arrays |= {f"companions.{layer}.{name}": array for name, array in companions.items()}
-    # Clones, because safetensors refuses tensors that share memory.
-    return {name: array.detach().cpu().clone().contiguous() for name, array in arrays.items()}
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def _digest(array: torch.Tensor) -> str:
-    form = f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}\n"
-    data = array.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(form.encode() + data).hexdigest()
+def _digest(array: np.ndarray) -> str:
+    form = f"{array.dtype.name} {list(array.shape)}\n"
+    return hashlib.sha256(form.encode() + np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def _to_tensor(array: np.ndarray) -> torch.Tensor:
-    array = np.array(array)  # tensorstore's arrays are read-only
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _document(header: RotationHeader, arrays: dict[str, torch.Tensor]) -> str:
+def _document(header: RotationHeader, arrays: dict[str, np.ndarray]) -> str:
     """The JSON text that travels with the arrays: header, and one digest per array against mix-ups."""
     digests = {name: _digest(array) for name, array in sorted(arrays.items())}
     return json.dumps({"header": header.to_dict(), "digests": digests}, sort_keys=True)
@@ -145,15 +135,15 @@ def _safetensors_header(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _assemble(
-    path: pathlib.Path, header: RotationHeader, digests: dict[str, str], arrays: dict[str, torch.Tensor]
+    path: pathlib.Path, header: RotationHeader, digests: dict[str, str], arrays: dict[str, np.ndarray]
 ) -> RotationSet:
     """The validated set; names, digests, then shapes, dtypes and content are checked."""
     expected = {f"layers.{layer}.{field}" for layer in header.layers for field in fmt.ROTATION_FIELDS}
     for name in sorted(expected | set(digests)):
         if name not in arrays:
             raise CheckpointError(f"{path}: {_describe(name)} is missing")
-    layers: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in header.layers}
-    companions: dict[int, dict[str, torch.Tensor]] = {}
+    layers: dict[int, dict[str, np.ndarray]] = {layer: {} for layer in header.layers}
+    companions: dict[int, dict[str, np.ndarray]] = {}
     for name, array in sorted(arrays.items()):
         match = _NAME.fullmatch(name)
         if not match or (match[1] == "layers" and name not in expected):
@@ -166,7 +156,7 @@ def _assemble(
             layers[int(match[2])][match[3]] = array
         else:
             companions.setdefault(int(match[2]), {})[match[3]] = array
-    rotations = {layer: LayerRotation(**fields) for layer, fields in layers.items()}
+    rotations = {layer: LayerRotation.from_numpy(fields) for layer, fields in layers.items()}
     rotation_set = RotationSet(header, rotations, companions)
     try:
         validate_rotation_set(rotation_set)

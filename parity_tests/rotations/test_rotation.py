@@ -10,11 +10,14 @@ import torch
 
 from oscar_jax.core import cache_format as fmt
 from oscar_jax.core import errors as jax_errors
-from oscar_jax.rotations import bases, fit, fixed_point, rotation
+from oscar_jax.core import rotation_header
+from oscar_jax.rotations import bases, fit, fixed_point, rotation, store
 from oscar_torch import cache as torch_cache
 from oscar_torch.core import config as torch_config
 from oscar_torch.core import errors as torch_errors
+from oscar_torch.rotations import fit as torch_fit
 from oscar_torch.rotations import rotation as torch_rotation
+from oscar_torch.rotations import store as torch_store
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 
@@ -349,3 +352,28 @@ def test_header_round_trip_and_refusals(module):
                 module.RotationSet(make_header(module, **changes), {0: layer, 2: layer})
             )
     module.validate_rotation_set(module.RotationSet(make_header(module), {0: layer, 2: layer}))
+
+
+@pytest.mark.parametrize("basis", bases.KEY_BASES)
+@pytest.mark.parametrize("value_basis", bases.VALUE_BASES)
+def test_both_packages_fit_the_same_file(tmp_path, basis, value_basis):
+    """The same statistics give the same rotation set from either package, byte for byte."""
+    statistics = make_statistics(2, 64)
+    options = {"per_head": True, "damping": 0.1, "value_basis": value_basis, "key_multiplier": 371}
+    header = rotation_header.RotationHeader(
+        model_id="test/twins",
+        layers=(3,),
+        num_query_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rope="half",
+        basis=basis,
+        basis_version=bases.BASIS_VERSION,
+    )
+    files = []
+    for fitted, room, files_of in ((fit, rotation, store), (torch_fit, torch_rotation, torch_store)):
+        layer = fitted.fit_layer_rotation(statistics, basis, **options)
+        assert isinstance(layer, room.LayerRotation)
+        files.append(tmp_path / f"{len(files)}.safetensors")
+        files_of.save_safetensors(room.RotationSet(header, {3: layer}), files[-1])
+    assert files[0].read_bytes() == files[1].read_bytes()
