@@ -7,9 +7,10 @@ written is an error or poison. What it cannot check is the hardware itself and r
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -423,16 +424,19 @@ class Machine:
         pass
 
     # ---- control flow
-    def loop(self, count, carry, body: Callable[[list], list]):
-        carry = list(carry)
+    def loop(self, count, carry, body: Callable[[Any], Any]):
         outer = self._active
         for step in range(max(0, int(np.where(outer, count.signed, 0).max()))):
             self._active = outer & (count.signed > step)
             self._uniform()
-            new = body(list(carry))
-            carry = [self.select(Predicate(self._active), x, old) for x, old in zip(new, carry)]
+            carry = self._step(carry, body)
         self._active = outer
         return carry
+
+    def _step(self, carry, body):
+        """`body(carry)` in the threads that are here, `carry` in the others."""
+        new = body(jax.tree.map(lambda x: x, carry))  # lists of its own, which it may change
+        return jax.tree.map(lambda old, x: self.select(Predicate(self._active), x, old), carry, new)
 
     def when(self, condition, body: Callable[[], None]):
         outer = self._active
@@ -456,14 +460,12 @@ class Machine:
         assert [type(x) for x in values] == list(kinds)
         return values
 
-    def branch(self, condition, carry: Sequence, body: Callable[[list], list]):
+    def branch(self, condition, carry, body: Callable[[Any], Any]):
         outer = self._active
         self._active = outer & condition.value
         self._uniform()
-        carry = list(carry)
         if self._active.any():
-            new = body(list(carry))
-            carry = [self.select(Predicate(self._active), x, old) for x, old in zip(new, carry)]
+            carry = self._step(carry, body)
         self._active = outer
         return carry
 

@@ -26,12 +26,12 @@ from oscar_jax.core.config import CacheConfig  # noqa: E402
 from oscar_jax.core.errors import ShapeError  # noqa: E402
 from oscar_jax.layer_cache import LayerCache  # noqa: E402
 from oscar_jax.pallas.append import mosaic_gpu as append_mosaic_gpu  # noqa: E402
-from oscar_jax.pallas.quantize import mosaic_gpu  # noqa: E402
+from oscar_jax.pallas.quantize import page  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
 from parity_tests.kernels import mosaic_emulator as emulator  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
-HEAD_DIMS = append_mosaic_gpu.HEAD_DIMS
+HEAD_DIMS = page.HEAD_DIMS
 STATE = append_mosaic_gpu._STATE
 SHARED_BASE = 1040
 
@@ -141,8 +141,8 @@ def test_transform_is_staged_as_the_quantizer_wants_it(head_dim: int) -> None:
     transform[0, 0, :4] = [-limit, -128, -129, 127]
     machine = make_machine(2 * head_dim**2)
     pointer = machine.pointer(transform).at(1, 2 * head_dim**2)
-    mosaic_gpu.stage_transform(machine, head_dim, pointer, 128)
-    want = np.asarray(mosaic_gpu.transform_operand(jnp.asarray(transform[1:])))
+    page.stage_transform(machine, head_dim, pointer, 128)
+    want = np.asarray(page.transform_operand(jnp.asarray(transform[1:])))
     assert (machine.shared.view(np.int32)[SHARED_BASE // 4 :] == want.reshape(-1)).all()
 
 

@@ -24,6 +24,7 @@ from oscar_jax import cache as layer_cache  # noqa: E402
 from oscar_jax.cache import LayerCache  # noqa: E402
 from oscar_jax.core import cache_format  # noqa: E402
 from oscar_jax.core.config import CacheConfig  # noqa: E402
+from oscar_jax.pallas.decode import geometry, queries  # noqa: E402
 from oscar_jax.pallas.decode import merge as merge_mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.decode import mosaic_gpu as decode_mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.machine import fragments as frag  # noqa: E402
@@ -31,12 +32,13 @@ from oscar_jax.pallas.machine import tuning  # noqa: E402
 from oscar_jax.pallas.machine.tuning import DecodePlan, quantize_plan  # noqa: E402
 from oscar_jax.pallas.prefill import mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.quantize import mosaic_gpu as quantize_mosaic_gpu  # noqa: E402
+from oscar_jax.pallas.quantize import page  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
 from parity_tests.conformance import rows as row_families  # noqa: E402
 from parity_tests.kernels import mosaic_emulator as emulator  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
-HEAD_DIMS = decode_mosaic_gpu.HEAD_DIMS
+HEAD_DIMS = geometry.HEAD_DIMS
 # Of an output entry, relative to the largest one: float16 probabilities and a 15-bit query.
 TOLERANCE = 3e-3
 
@@ -223,9 +225,7 @@ def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
     transform = rng.integers(-limit, limit + 1, (1, head_dim, head_dim)).astype(np.int16)
     rows = rng.integers(0, 256, (PAGE, head_dim)).astype(np.uint8)
     machine = emulator.Machine(2 * head_dim**2, 4)
-    machine.shared.view(np.int32)[:] = np.asarray(
-        quantize_mosaic_gpu.transform_operand(jnp.asarray(transform))
-    ).ravel()
+    machine.shared.view(np.int32)[:] = np.asarray(page.transform_operand(jnp.asarray(transform))).ravel()
     # Lane 4g + c of warp w: rows 16w + g (+ 8), of k-step s the channels 32 s + 8 c (+ 4) + (0..3).
     warp, g, c = (x.astype(np.int64) for x in np.unravel_index(np.arange(128), (4, 8, 4)))
     for tile in range(0, head_dim // 8, columns // 8):
@@ -238,7 +238,7 @@ def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
                     channel = (32 * s + 8 * c + 4 * part)[:, None] + np.arange(4)
                     four = rows[(16 * warp + g + 8 * half)[:, None], channel]
                     words.append(emulator.Int(four.view(np.uint32)[:, 0]))
-                offset = quantize_mosaic_gpu.operand_offset(head_dim, limb, s, tile)
+                offset = page.operand_offset(head_dim, limb, s, tile)
                 words = machine.wgmma_fence(words)
                 start = machine.shared_base
                 sums = machine.wgmma_s8(words, start, offset, sums, columns=columns, unsigned_a=True)
@@ -254,7 +254,7 @@ def test_transform_lies_as_the_products_read_it(head_dim: int) -> None:
 def test_blocks_share_all_pages(pages: int, heads: int, kinds: int) -> None:
     names = ("key", "value")[:kinds]
     blocks, warpgroups = quantize_plan(pages * heads * kinds, 128)
-    shape = quantize_mosaic_gpu.QuantizeShape(pages, heads, 128, 1, blocks, warpgroups, names)
+    shape = page.QuantizeShape(pages, heads, 128, 1, blocks, warpgroups, names)
     seen = {kind: np.zeros((heads, pages), int) for kind in names}
 
     def run(m: Any, shape: Any, refs: Any, kind: str, head: Any, first: Any, end: Any) -> None:
@@ -533,9 +533,9 @@ def test_codes_and_sums_of_integers_at_the_bounds(bound: int) -> None:
     limit = emulator.Int(bound).to_float_up()
     for row, codes in zip(y, want):
         floats = [emulator.Int(v).to_float() for v in row]
-        word = quantize_mosaic_gpu._code_word(machine, [(v, limit) for v in floats])
+        word = page.code_word(machine, [(v, limit) for v in floats])
         assert (word.value == sum(int(code) << 2 * p for p, code in enumerate(codes))).all()
-        assert (quantize_mosaic_gpu._sum_magnitudes(floats).signed == (abs(row) // 8).sum()).all()
+        assert (page.sum_magnitudes(floats).signed == (abs(row) // 8).sum()).all()
 
 
 def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
@@ -601,7 +601,7 @@ def test_a_decode_step_is_two_launches(head_dim: int) -> None:
     operations = lower_for_cuda(
         lambda q, c, r: _named(ops.decode_attention, q, c, r, softmax_scale=0.1), query, cache, rotation
     )
-    launches = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 3
+    launches = 2 if head_dim <= queries.ROTATED_IN_BLOCK else 3
     assert operations.count("stablehlo.custom_call") == launches
     assert set(operations) == {"stablehlo.custom_call", "stablehlo.reshape"}
 
@@ -624,7 +624,7 @@ def test_decode_of_long_sequences_lowers_for_cuda(group: int) -> None:
 def test_decode_of_many_sequences_lowers_for_cuda(head_dim: int, group: int) -> None:
     cache = cache_shapes(2, group, head_dim, 80, 40)
     query = jax.ShapeDtypeStruct((80, 2 * group, head_dim), jnp.bfloat16)
-    transforms = 2 if head_dim <= decode_mosaic_gpu.ROTATED_IN_BLOCK else 0
+    transforms = 2 if head_dim <= queries.ROTATED_IN_BLOCK else 0
     shape = decode_mosaic_gpu.decode_shape(
         query.update(shape=(80, 2, group, head_dim)),
         cache,

@@ -3,7 +3,7 @@ and, where a page leaves the recent part, that page quantized. In place, in one 
 
 Byte for byte `cache.append_rows` with one token. A block serves one sequence, head and kind (key or value).
 It reads how far its sequence is, copies one row into the BF16 window and, once in 64 tokens, runs the page
-quantizer of `quantize/mosaic_gpu.py` on the window page that leaves. That page and the new row's page are
+quantizer of `quantize/page.py` on the window page that leaves. That page and the new row's page are
 never the same, so blocks do not wait for one another. Nothing is prepared per call: a block that quantizes
 splits the transform into limbs itself.
 
@@ -25,8 +25,17 @@ from ...core.errors import ShapeError
 from ...layer_cache import LayerCache
 from ...quantize import check_transform, round_to_bfloat16
 from ..machine.registers import Warpgroup
-from ..quantize import mosaic_gpu as pages
-from ..quantize.mosaic_gpu import HEAD_DIMS, PAGE, THREADS, QuantizeShape
+from ..quantize.mosaic_gpu import check_mean
+from ..quantize.page import (
+    HEAD_DIMS,
+    PAGE,
+    THREADS,
+    QuantizeShape,
+    quantize_tile,
+    stage_transform,
+    store_corrections,
+    store_value_mean,
+)
 
 KINDS = ("key", "value")
 LENGTH_BITS = 24  # of a length; the bits above count the blocks that have read it
@@ -137,15 +146,15 @@ def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, sourc
     m.commit_copies()
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
     if kind == "value":
-        pages._store_value_mean(m, shape, refs, rotation_head)
+        store_value_mean(m, shape, refs, rotation_head)
     transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
-    pages.stage_transform(m, shape.head_dim, transform, THREADS)
+    stage_transform(m, shape.head_dim, transform, THREADS)
     m.wait_copies(0)
     m.order_copies()
     m.sync_warpgroup()
-    pages._store_corrections(m, shape, THREADS)
+    store_corrections(m, shape, THREADS)
     m.sync_warpgroup()
-    pages._quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier)
+    quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier)
 
 
 # ------------------------------------------------------------------------------------------ launch
@@ -227,7 +236,7 @@ def append_token(
     shape = append_shape(cache, rotation)
     check_transform(heads, head_dim, rotation.key_transform, rotation.key_multiplier)
     check_transform(heads, head_dim, rotation.value_transform, rotation.value_multiplier)
-    pages._check_mean(rotation.value_mean, rotation.value_transform)
+    check_mean(rotation.value_mean, rotation.value_transform)
     tables = {"page_table": cache.page_table, "window_table": cache.window_table}
     arrays = {"key": round_to_bfloat16(key), "value": round_to_bfloat16(value), "new_lengths": new_lengths}
     arrays |= {name: getattr(rotation, name) for name in _INPUTS[5:]} | tables

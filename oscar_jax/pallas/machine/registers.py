@@ -25,6 +25,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
 WARP_LANES = 32
+Tree = Any
 
 _CONTRACT = arith.FastMathFlags.contract
 
@@ -521,30 +522,30 @@ class MosaicMachine:
     def sync_warpgroup(self):
         mosaic_utils.warpgroup_barrier()
 
-    # ---- control flow
-    def loop(self, count: Int, carry: Sequence, body: Callable[[list], list]) -> list:
+    # ---- control flow; what is carried is a tree (as JAX has them) of Int and Float
+    def loop(self, count: Int, carry: Tree, body: Callable[[Tree], Tree]) -> Tree:
         """Runs `body(carry) -> carry` `count` times; `count` is the same in all lanes of a warp."""
-        kinds = [type(x) for x in carry]
-        loop = scf.ForOp(_constant(0), count.value, _constant(1), [x.value for x in carry])
+        leaves, tree = jax.tree.flatten(carry)
+        loop = scf.ForOp(_constant(0), count.value, _constant(1), [x.value for x in leaves])
         with ir.InsertionPoint(loop.body):
-            out = body([kind(x) for kind, x in zip(kinds, loop.inner_iter_args)])
-            scf.YieldOp([x.value for x in out])
-        return [kind(x) for kind, x in zip(kinds, loop.results)]
+            out = body(_like(leaves, tree, loop.inner_iter_args))
+            scf.YieldOp([x.value for x in tree.flatten_up_to(out)])
+        return _like(leaves, tree, loop.results)
 
     def when(self, condition: Predicate, body: Callable[[], None]) -> None:
         """Runs `body` for its memory effects in the threads where the condition holds."""
         with mosaic_utils.when(condition.value):
             body()
 
-    def branch(self, condition: Predicate, carry: Sequence, body: Callable[[list], list]) -> list:
+    def branch(self, condition: Predicate, carry: Tree, body: Callable[[Tree], Tree]) -> Tree:
         """`body(carry)` where the condition holds (the same in all lanes of a warp), else `carry`."""
-        kinds = [type(x) for x in carry]
-        op = scf.IfOp(condition.value, [x.value.type for x in carry], has_else=True)
+        leaves, tree = jax.tree.flatten(carry)
+        op = scf.IfOp(condition.value, [x.value.type for x in leaves], has_else=True)
         with ir.InsertionPoint(op.then_block):
-            scf.YieldOp([x.value for x in body(list(carry))])
+            scf.YieldOp([x.value for x in tree.flatten_up_to(body(carry))])
         with ir.InsertionPoint(op.else_block):
-            scf.YieldOp([x.value for x in carry])
-        return [kind(x) for kind, x in zip(kinds, op.results)]
+            scf.YieldOp([x.value for x in leaves])
+        return _like(leaves, tree, op.results)
 
     def repeat(self, kinds: Sequence, body: Callable[[], tuple[Predicate, list]]) -> list:
         """Runs `body() -> (again, values)` until `again`, the same in all lanes of a warp, fails.
@@ -559,6 +560,11 @@ class MosaicMachine:
         with ir.InsertionPoint(op.after.blocks.append(*types)):
             scf.YieldOp([])
         return [kind(x) for kind, x in zip(kinds, op.results)]
+
+
+def _like(leaves: Sequence, tree: jax.tree_util.PyTreeDef, values: Sequence[ir.Value]) -> Tree:
+    """A carried tree of other values."""
+    return jax.tree.unflatten(tree, [type(x)(value) for x, value in zip(leaves, values)])
 
 
 class Warpgroup:

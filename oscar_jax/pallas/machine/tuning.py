@@ -23,19 +23,16 @@ class DecodePlan:
 
 
 # head_dim -> (warps per block, stages per warp, pages per product of mean keys). One block fits on a
-# multiprocessor, for its registers and its shared memory. Microseconds of the decode kernel with 8 key/value
-# heads of 128 channels, 102 400 tokens (the two in brackets: an earlier version):
-#   batch 8, 2 splits, 4 query heads each: 12 warps 116.7, (8 warps 120.5, two blocks of 4 warps 123.0)
-#   batch 8, 2 splits, 8 query heads each: 12 warps 126.0, 8 warps 132.1
-#   batch 1, 16 splits, 4 query heads each: 12 warps 22.3, 8 warps 22.3 and, by whole window pages, 21.8
+# multiprocessor, for its registers and its shared memory. Measured with batch 8, 8 key/value heads of 8 query
+# heads, head_dim 128, 102 400 tokens: 12 warps took 126.0 us, 8 132.1.
 _DECODE = {64: (8, 8, 16), 128: (8, 5, 16), 256: (8, 3, 4)}
 _DECODE_LONG = {128: (12, 3, 16)}  # for blocks of LONG_PAGES INT2 pages or more
-LONG_PAGES = 400  # at 254 8 warps are as good, between that and 800 nothing was measured
-# Two blocks on a multiprocessor hide each other's start and end, where there are blocks enough. Batch 32, 8
-# key/value heads of 128 channels: 4096 tokens 41.8 against 47.1 by one of 8 warps, 32 768 tokens 165.1
-# against 166.9 (8 query heads each: 176.9 against 181.9).
+LONG_PAGES = 400  # at 254 pages 8 warps are as good, at 800 they are not
+# Two blocks on a multiprocessor hide each other's start and end, where there are blocks enough. Measured with
+# head_dim 128, 8 key/value heads, batch 32: 4096 tokens 41.8 us against 47.1 by one block of 8 warps, 32 768
+# tokens 165.1 against 166.9.
 _DECODE_TWO = {64: (4, 8, 16), 128: (4, 5, 16), 256: (4, 3, 4)}
-# Batch 8, 12 warps, 102 400 tokens: 6 116.7, 10 117.8; two parts of 3 each 118.6, four parts of 1 each 121.3.
+# Measured with batch 8, 12 warps, 102 400 tokens: 6 took 116.7 us, 10 117.8.
 WINDOW_PAGES = 6
 BLOCK_PAGES = 40  # about the pages that a block could read while it starts, reads windows and merges
 
@@ -66,10 +63,9 @@ def decode_plan(rows: int, table_pages: int, head_dim: int, window_slots: int) -
     return DecodePlan(splits, warps, stages, WINDOW_PAGES, mean_pages)
 
 
-# head_dim -> warpgroups per block; one block fits on a multiprocessor. Measured (H200, microseconds, keys and
-# values in one launch, always within one version of the kernel): head_dim 128, 2048 pages x 8 heads: two 395,
-# three 334; four, which spill, 420 with products of 32 columns against 326. head_dim 64, twice as many pages:
-# four 292, five 316. head_dim 256, half as many heads: one 1155, two 1012 (a version with many spills).
+# head_dim -> warpgroups per block; one block fits on a multiprocessor. Measured with 2048 pages of 8 heads of
+# 128 channels: three took 334 us, two 395; with as many bytes: head_dim 64 four 292, five 316; head_dim 256
+# two 1012, one 1155.
 _QUANTIZE = {64: 4, 128: 3, 256: 2}
 # Pages of one kind alone take 183 and 151 us (head_dim 128). 13:11, 5:4 and 11:9 are 3 to 5 % slower.
 _PAGE_COSTS = {"key": 6, "value": 5}
