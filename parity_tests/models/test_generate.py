@@ -25,8 +25,9 @@ from oscar_jax.generate import (
 )
 from oscar_jax.layer_cache import DenseCache, LayerCache
 from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache, int2_layers
-from oscar_jax.models.config import ModelConfig, config_from_hf
+from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder
+from oscar_jax.models.hf_config import config_from_hf
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
 
 VOCABULARY = 80

@@ -13,9 +13,10 @@ from flax import nnx
 
 from oscar_jax.core.errors import CheckpointError, ConfigError, ShapeError
 from oscar_jax.models import weights as models_weights
-from oscar_jax.models.config import ModelConfig, config_from_hf
+from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import CapturingAttention, CausalAttention, Decoder, causal_attention
 from oscar_jax.models.gguf_file import GGUFFile
+from oscar_jax.models.hf_config import config_from_hf
 from oscar_jax.models.tokenizer import load_tokenizer
 from oscar_jax.models.weights import build_model, load_model, open_checkpoint, resolve_model_path
 
@@ -447,19 +448,26 @@ def test_published_configs_mean_the_same_as_in_transformers(name: str) -> None:
         pairs: dict[int, Any] = {0: LlamaRotaryEmbedding(theirs).inv_freq}
         assert set(ours.layer_windows) == {None}
     for layer, expected in pairs.items():
-        frequencies = ours.layer_rope(layer).inverse_frequencies(ours.head_dim)
+        rope = ours.layer_rope(layer)
+        assert rope is not None
+        frequencies = rope.inverse_frequencies(ours.head_dim)
         np.testing.assert_allclose(frequencies, expected.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, "architecture 'mamba2' is not supported, allowed: qwen2, qwen3, llama"),
+        ({"model_type": "mamba2"}, "architecture 'mamba2' is not supported, allowed: gemma3"),
         ({"model_type": None}, "no model_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported, allowed: default"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported, allowed: default"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "linear rope scaling: factor = '2'"),
+        ({"rope_scaling": {"mrope_section": [8, 8]}}, r"unknown key 'mrope_section' = \[8, 8\]"),
+        ({"window_of_a_new_kind": 8}, "window_of_a_new_kind = 8 of config.json: unknown key"),
+        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({"hidden_act": "relu"}, "'relu' is not supported, allowed: silu"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"attention_bias": 2}, "attention_bias = 2, allowed: true, false"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"num_key_value_heads": 5}, "not a multiple"),
         ({"hidden_size": "48"}, "hidden_size = '48'"),
         ({"layer_types": ["linear_attention"]}, "linear_attention"),
@@ -559,7 +567,7 @@ def broken_gguf(path: Path, reference: Any) -> Iterator[tuple[str, str]]:
     path.write_bytes(whole[:4] + (77).to_bytes(4, "little") + whole[8:])
     yield "future", "GGUF version 77"
     path.write_bytes(whole.replace(key + b"llama", key + b"mamba"))
-    yield "architecture", "architecture 'mamba' is not supported, allowed: qwen2"
+    yield "architecture", "architecture 'mamba' is not supported, allowed: gemma3"
     path.write_bytes(whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_us"))
     message = "1 missing: model.layers.1.mlp.up_proj.weight; 1 extra: blk.1.ffn_us.weight"
     yield "renamed", message
