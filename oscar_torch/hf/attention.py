@@ -21,12 +21,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.errors import ConfigError, ShapeError
 from .layer import ATTENTION, OscarLayer, forget_handover, take_announced, take_mask_request
+from .static_layer import StaticLayer, traced
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()  # what has been logged once
 
 
-@torch.compiler.disable
+def outside_graphs[F: Callable[..., Any]](function: F) -> F:
+    """`torch.compiler.disable`, which keeps the function's type."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
 def oscar_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -46,6 +51,23 @@ def oscar_attention(
     keys this is transformers' "sdpa", gradients included; with one it is for inference only. Raises
     ConfigError and ShapeError, with nothing stored, for what the cache cannot honour.
     """
+    options: dict[str, Any] = {
+        "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux,
+        "position_bias": position_bias,
+    }  # fmt: skip
+    if torch.compiler.is_compiling() and traced.layer is not None:
+        layer, traced.layer = traced.layer, None
+        return _over_cache(layer, module, query, key, value, attention_mask, **options), None
+    return _attend(module, query, key, value, attention_mask, **options, **kwargs)
+
+
+@outside_graphs
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *, scaling: float | None, sliding_window: int | None, softcap: float | None, s_aux: Tensor | None,
+    position_bias: Tensor | None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`oscar_attention` where no compiler is tracing."""
     layer = take_announced(key)
     if layer is None:
         if softcap is not None:
@@ -57,6 +79,19 @@ def oscar_attention(
             return _sdpa_with_sinks(module, query, key, value, attention_mask, s_aux, **options)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
+    return _over_cache(
+        layer, module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window,
+        softcap=softcap, s_aux=s_aux, position_bias=position_bias,
+    ), None  # fmt: skip
+
+
+@torch.no_grad()
+def _over_cache(
+    layer: OscarLayer, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, *, scaling: float | None, sliding_window: int | None,
+    softcap: float | None, s_aux: Tensor | None, position_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention over the rows of `layer`, which stores the new ones; a static cache's step is traced."""
     for name, given in (("softcap", softcap), ("position_bias", position_bias)):
         if given is not None:
             raise ConfigError(f"attention with {name} = {given!r}, allowed: None")
@@ -67,28 +102,43 @@ def oscar_attention(
             f"layer {layer.layer_id} attends with sliding_window = {sliding_window}, "
             f"the config says {layer.sliding_window}"
         )
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ShapeError(
-            f"attention mask {tuple(attention_mask.shape)}, allowed: [batch, columns], 1 for tokens"
-        )
-    with torch.no_grad():
-        out = layer.attend(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            None if attention_mask is None else attention_mask.to(query.device),
-            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            sink_logits=None if s_aux is None else s_aux.float(),
-        )
-    return out, None
+    real = None if attention_mask is None else _columns_of(attention_mask)
+    softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sink_logits = None if s_aux is None else s_aux.float()
+    if isinstance(layer, StaticLayer) and query.shape[2] == 1:
+        return layer.step(query, key, value, real, softmax_scale=softmax_scale, sink_logits=sink_logits)
+    return _store_and_attend(layer, query, key, value, real, softmax_scale, sink_logits)
 
 
-@torch.compiler.disable
+@outside_graphs
+def _store_and_attend(
+    layer: OscarLayer, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None,
+    softmax_scale: float, sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return layer.attend(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None if real is None else real.to(query.device, torch.bool),
+        softmax_scale=softmax_scale,
+        sink_logits=sink_logits,
+    )
+
+
+def _columns_of(mask: Tensor) -> Tensor:
+    """A mask as `oscar_mask` made it, [B, T], or [B, 1, T, 1] for a static cache -> [B, T]."""
+    if mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[3] == 1:
+        return mask[:, 0, :, 0]
+    if mask.ndim != 2:
+        raise ShapeError(f"attention mask {tuple(mask.shape)}, allowed: [batch, columns], 1 for tokens")
+    return mask
+
+
 def oscar_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -98,20 +148,35 @@ def oscar_mask(
 ) -> Tensor | None:
     """Which of the new columns are tokens: bool [B, q_length], or None for all of them.
 
-    Causality and sliding windows are the cache's own business; any other pattern is refused, ConfigError.
-    Without an OscarCache this is the mask of "sdpa"; ConfigError for caches of another class than
-    DynamicCache.
+    For a static cache that has tokens (its offset is a tensor) int32 [B, 1, q_length, 1], which transformers
+    passes on as it is; before a step this is where CacheFullError is raised, on the host. Causality and
+    sliding windows are the cache's own business; any other pattern is refused, ConfigError. Without an
+    OscarCache this is the mask of "sdpa"; ConfigError for caches of another class than DynamicCache.
     """
+    arguments: dict[str, Any] = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
+        "local_size": local_size, "use_vmap": use_vmap,
+    }  # fmt: skip
+    if torch.compiler.is_compiling() and traced.mask_layer is not None:
+        layer, traced.mask_layer = traced.mask_layer, None
+        return _new_tokens(layer, q_length, q_offset, mask_function, attention_mask, local_size, use_vmap)
+    return _mask(**arguments, **kwargs)
+
+
+@outside_graphs
+def _mask(
+    *, q_length: int, q_offset: int | Tensor, mask_function: Callable, attention_mask: Tensor | None,
+    local_size: int | None, use_vmap: bool, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """`oscar_mask` where no compiler is tracing."""
     forget_handover()  # whatever a step that did not end has left
     layer = take_mask_request(q_offset, q_length)
     if layer is None:
         _check_foreign(_cache_of_the_caller())
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
-            batch_size=batch_size,
             q_length=q_length,
-            kv_length=kv_length,
             q_offset=q_offset,
-            kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
@@ -124,7 +189,7 @@ def oscar_mask(
 def _new_tokens(
     layer: OscarLayer,
     q_length: int,
-    q_offset: int,
+    q_offset: int | Tensor,
     mask_function: Callable,
     attention_mask: Tensor | None,
     local_size: int | None,
@@ -140,13 +205,32 @@ def _new_tokens(
         )
     if attention_mask is None:
         return None
+    if isinstance(layer, StaticLayer) and isinstance(q_offset, Tensor):
+        return _static_mask(layer, attention_mask, q_length)
     if attention_mask.shape[1] != q_offset + q_length:
         raise ShapeError(
             f"attention mask of {attention_mask.shape[1]} columns, expected {q_offset + q_length}: "
             f"{q_offset} in the cache and {q_length} new"
         )
-    new = attention_mask[:, -q_length:].to(torch.bool)
-    return None if new.all() else new
+    return _unless_all_tokens(attention_mask[:, -q_length:])
+
+
+def _static_mask(layer: StaticLayer, attention_mask: Tensor, q_length: int) -> Tensor | None:
+    new = attention_mask[:, -q_length:]
+    if not torch.compiler.is_compiling():
+        if q_length == 1:
+            layer.ledger.expect_step(attention_mask.shape[1])
+        else:
+            layer.ledger.check_columns(attention_mask.shape[1], q_length)
+    if q_length > 1 and _unless_all_tokens(new) is None:
+        return None
+    return new.to(torch.int32)[:, None, :, None].contiguous()
+
+
+@outside_graphs
+def _unless_all_tokens(columns: Tensor) -> Tensor | None:
+    columns = columns.to(torch.bool)
+    return None if columns.all() else columns
 
 
 # Without an OscarCache.

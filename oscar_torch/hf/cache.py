@@ -15,14 +15,16 @@ from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
 from .model_check import _hub_id, cache_config, layer_windows
+from .static_layer import Ledger, StaticLayer
 
 
 class OscarCache(Cache):
     """A 2-bit cache for `model.generate(past_key_values=...)`.
 
     `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read. With
-    `max_length` (tokens per sequence) memory is allocated once and longer sequences raise CacheFullError;
-    without it the pools grow. Layers with a short sliding window keep a BF16 ring by `window_policy`.
+    `max_length` (tokens per sequence) memory is allocated once, `generate` compiles its steps on a GPU, and
+    longer sequences raise CacheFullError; without it the pools grow. Layers with a short sliding window keep
+    a BF16 ring by `window_policy`.
     `model_id`, default the hub name in the config, must be the one in the rotations' header.
     `implementation` is that of `cache.attend`. Raises ConfigError for models this cache cannot serve,
     CheckpointError for rotations of another model; nothing is allocated before.
@@ -57,20 +59,22 @@ class OscarCache(Cache):
         if max_length is not None and max_length < 1:
             raise ConfigError(f"max_length = {max_length}, allowed: >= 1 or None")
         self.text_config = text_config
-        super().__init__(
-            layers=[
-                OscarLayer(
-                    layer,
-                    geometry,
-                    rotations.layers[layer] if layer in int2 else None,
-                    sliding_window=window,
-                    max_length=max_length,
-                    prefill_chunk=prefill_chunk,
-                    implementation=implementation,
-                )
-                for layer, window in enumerate(windows)
-            ]
-        )
+        self.ledger = None if max_length is None else Ledger(max_length)
+
+        def make_layer(layer: int, window: int | None) -> OscarLayer:
+            rotation = rotations.layers[layer] if layer in int2 else None
+            options: dict[str, Any] = {
+                "sliding_window": window,
+                "max_length": max_length,
+                "prefill_chunk": prefill_chunk,
+                "implementation": implementation,
+            }
+            if self.ledger is None:
+                return OscarLayer(layer, geometry, rotation, **options)
+            leading = layer == 0
+            return StaticLayer(layer, geometry, rotation, ledger=self.ledger, leading=leading, **options)
+
+        super().__init__(layers=[make_layer(layer, window) for layer, window in enumerate(windows)])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -101,5 +105,9 @@ class OscarCache(Cache):
 
     def __deepcopy__(self, memo: Any) -> "OscarCache":
         twin = copy.copy(self)
-        twin.layers = [layer.copy() for layer in self.layers]
+        if self.ledger is None:
+            twin.layers = [layer.copy() for layer in self.layers]
+        else:
+            twin.ledger = self.ledger.copy()
+            twin.layers = [layer.copy(twin.ledger) for layer in self.layers]
         return twin

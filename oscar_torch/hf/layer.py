@@ -57,12 +57,12 @@ def take_announced(key: Tensor) -> "OscarLayer | None":
     return layer
 
 
-def request_mask(layer: "OscarLayer", columns: int, new_columns: int) -> None:
+def request_mask(layer: "OscarLayer", columns: int | Tensor, new_columns: int) -> None:
     """Notes that the next mask is for an OscarCache, which the mask function is not told."""
     _handover.mask = (weakref.ref(layer), columns, new_columns)
 
 
-def take_mask_request(columns: int, new_columns: int) -> "OscarLayer | None":
+def take_mask_request(columns: int | Tensor, new_columns: int) -> "OscarLayer | None":
     """The layer that was just asked for the sizes of a mask over `columns` and `new_columns`, once."""
     request = getattr(_handover, "mask", None)
     _handover.mask = None
@@ -124,14 +124,8 @@ class OscarLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates an empty store for key_states [B, K, T, D]; raises ShapeError for another geometry."""
-        batch, heads, _, head_dim = key_states.shape
-        expected = self.config.num_key_value_heads, self.config.head_dim
-        if (heads, head_dim) != expected or key_states.shape != value_states.shape:
-            raise ShapeError(
-                f"layer {self.layer_id}: keys have (heads, head_dim) {(heads, head_dim)}, values "
-                f"{tuple(value_states.shape[1::2])}, the rotations and the config say {expected}"
-            )
-        device = key_states.device
+        self._check_geometry(key_states, value_states)
+        batch, device = key_states.shape[0], key_states.device
         if self.rotation is None:
             longest = self.max_length if self.sliding_window is None else torch.iinfo(torch.int32).max
             ring = None if self.sliding_window is None else self.sliding_window + RING_SLACK
@@ -142,6 +136,15 @@ class OscarLayer(CacheLayerMixin):
         self.lengths = [0] * batch
         self.reached = [0] * batch
         self.is_initialized = True
+
+    def _check_geometry(self, key_states: Tensor, value_states: Tensor) -> None:
+        heads, head_dim = key_states.shape[1::2]
+        expected = self.config.num_key_value_heads, self.config.head_dim
+        if (heads, head_dim) != expected or key_states.shape != value_states.shape:
+            raise ShapeError(
+                f"layer {self.layer_id}: keys have (heads, head_dim) {(heads, head_dim)}, values "
+                f"{tuple(value_states.shape[1::2])}, the rotations and the config say {expected}"
+            )
 
     @torch.compiler.disable
     def update(

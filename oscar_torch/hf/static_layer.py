@@ -1,0 +1,463 @@
+"""The static mode of an OscarCache (`max_length` given): all state on the device, at addresses that stay.
+
+A decode step neither waits for the device nor builds a table: every sequence owns its pages, the append
+kernel decides which page a row goes to and which page leaves, lengths are device tensors. So `generate` can
+compile the step and replay it as a CUDA graph, and without a compiler nothing waits either. Prompts and
+everything that changes what is stored (crop, select) may ask the device.
+
+The host knows, in one `Ledger` per cache, how many columns transformers has handed over. That is enough to
+say before a step that the longest sequence may not fit; only then are the exact lengths read.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import cache_format as fmt
+from ..core.errors import CacheFullError, ShapeError
+from ..core.page_pool import QuantizedTokensError
+from ..layer_cache import LayerCache
+from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, request_mask
+from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
+
+
+class Traced:
+    """While a compiler traces: whose keys, and whose mask, come next. One thread traces at a time."""
+
+    layer: "StaticLayer | None" = None
+    mask_layer: "StaticLayer | None" = None
+
+
+traced = Traced()
+
+
+class Columns:
+    """Columns whose tokens only the device has counted: how many, and each sequence's tokens in them."""
+
+    def __init__(self, count: int, tokens: list[int]) -> None:
+        self.count, self.tokens = count, tokens
+
+
+class Ledger:
+    """What the host knows of a static cache, shared by its layers.
+
+    `read_columns` and `read_lengths` are what was last seen on the device; `columns` counts ahead of it. The
+    device's own count is `device_columns`, int64 [], which transformers takes positions from.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; the tensors belong to whoever holds them still."""
+        self.device_columns: Tensor | None = None
+        self.device_lengths: Tensor | None = None  # int32 [B], of the leading layer
+        self.ones: Tensor | None = None  # int32 [B]
+        self.columns = 0
+        self.read_columns = 0
+        self.read_lengths: list[int] = []
+        self.chunks: list[int | Tensor | Columns] = []
+        self.before: list[int] = []  # lengths before the prompt that the layers are working on
+        self._expected = False  # whether the step to come is in `columns` already
+        self._counted: tuple[Tensor, list[int]] | None = None
+
+    def begin(self, lengths: Tensor) -> None:
+        """Takes the lengths of an empty leading layer."""
+        device = lengths.device
+        self.device_lengths = lengths
+        self.device_columns = torch.zeros((), dtype=torch.int64, device=device)
+        self.ones = torch.ones_like(lengths)
+        for tensor in (self.device_columns, self.ones):
+            pin(tensor)
+        self.read_lengths = [0] * lengths.shape[0]
+
+    def refresh(self) -> None:
+        """Reads columns and lengths from the device; the only place that waits for it."""
+        if self.device_columns is None or self.device_lengths is None:
+            return
+        columns, *lengths = torch.cat([self.device_columns.view(1), self.device_lengths.long()]).tolist()
+        count = columns - self.read_columns
+        tokens = [new - old for new, old in zip(lengths, self.read_lengths)]
+        if count:
+            self._remember(count if tokens == [count] * len(tokens) else Columns(count, tokens))
+        self.columns = self.read_columns = columns
+        self.read_lengths = lengths
+        self._expected = False
+
+    def counts(self, real: Tensor) -> list[int]:
+        """Tokens per sequence of a mask bool [B, T]; one wait where the layers of a model share it."""
+        if self._counted is None or self._counted[0] is not real:
+            self._counted = (real, real.sum(dim=1).tolist())
+        return self._counted[1]
+
+    def expect_step(self, total: int) -> None:
+        """Before a step of one column that makes `total` columns: raises CacheFullError if it cannot fit."""
+        if self._expected and total == self.columns:  # masks of several kinds announce the same step
+            return
+        if total != self.columns + 1:
+            self.refresh()
+            if total != self.columns + 1:
+                raise ShapeError(
+                    f"attention mask of {total} columns, expected {self.columns + 1}: "
+                    f"{self.columns} in the cache and 1 new"
+                )
+        self._check_step()
+        self.columns, self._expected = total, True
+
+    def count_step(self, announced: bool) -> None:
+        """Counts a step of one column that the leading layer makes without a compiler."""
+        assert self.device_columns is not None
+        if not (announced and self._expected):
+            self._check_step()
+            self.columns += 1
+        self._expected = False
+        self.device_columns.add_(1)
+
+    def _check_step(self) -> None:
+        ahead = self.columns + 1 - self.read_columns
+        if max(self.read_lengths) + ahead <= self.max_length:
+            return
+        self.refresh()  # padding is no token: perhaps there is room
+        self._require([length + 1 for length in self.read_lengths])
+
+    def _require(self, after: list[int]) -> None:
+        if max(after) > self.max_length:
+            raise CacheFullError(f"a sequence would have {max(after)} tokens, max_length = {self.max_length}")
+
+    def count_prompt(self, counts: list[int], chunk: int | Tensor) -> None:
+        """Counts a prompt of `counts` tokens per sequence; CacheFullError before anything changes."""
+        assert self.device_columns is not None
+        self.refresh()
+        after = [length + count for length, count in zip(self.read_lengths, counts)]
+        self._require(after)
+        columns = chunk if isinstance(chunk, int) else chunk.shape[1]
+        self.before, self.read_lengths = self.read_lengths, after
+        self.read_columns += columns
+        self.columns = self.read_columns
+        self.device_columns.add_(columns)
+        self._remember(chunk)
+
+    def check_columns(self, total: int, new: int) -> None:
+        """Raises ShapeError unless a prompt's mask covers the stored columns and the new ones."""
+        self.refresh()
+        if total != self.columns + new:
+            raise ShapeError(
+                f"attention mask of {total} columns, expected {self.columns + new}: "
+                f"{self.columns} in the cache and {new} new"
+            )
+
+    def tokens_in_last(self, columns: int) -> list[int]:
+        """How many of each sequence's last columns are tokens; the ledger is fresh."""
+        tokens = [0] * len(self.read_lengths)
+        for chunk in reversed(self.chunks):
+            if columns <= 0:
+                break
+            if isinstance(chunk, int):
+                tokens = [n + min(columns, chunk) for n in tokens]
+                columns -= chunk
+            elif isinstance(chunk, Columns):
+                if columns < chunk.count:
+                    raise ShapeError(
+                        f"{columns} columns of {chunk.count} decoding steps with padding among them: "
+                        "only all of them can be removed"
+                    )
+                tokens = [n + m for n, m in zip(tokens, chunk.tokens)]
+                columns -= chunk.count
+            else:
+                tokens = [n + m for n, m in zip(tokens, chunk[:, -columns:].sum(dim=1).tolist())]
+                columns -= chunk.shape[1]
+        return tokens
+
+    def drop(self, columns: int, tokens: list[int]) -> None:
+        """Forgets the last columns; the layers change their lengths."""
+        assert self.device_columns is not None
+        self.device_columns.sub_(columns)
+        self.read_columns -= columns
+        self.columns = self.read_columns
+        self.read_lengths = [length - n for length, n in zip(self.read_lengths, tokens)]
+        while columns:
+            chunk = self.chunks.pop()
+            size = _size(chunk)
+            if size > columns:
+                assert not isinstance(chunk, Columns)
+                self.chunks.append(chunk - columns if isinstance(chunk, int) else chunk[:, :-columns])
+            columns -= min(size, columns)
+
+    def select(self, chosen: list[int], lengths: Tensor) -> None:
+        """Makes the batch the sequences `chosen`, whose lengths the leading layer now has in `lengths`."""
+        if lengths.shape != (len(self.read_lengths),):
+            self.ones = pin(torch.ones_like(lengths))
+        self.device_lengths = lengths
+        self.read_lengths = [self.read_lengths[b] for b in chosen]
+        for i, chunk in enumerate(self.chunks):
+            if isinstance(chunk, Columns):
+                self.chunks[i] = Columns(chunk.count, [chunk.tokens[b] for b in chosen])
+            elif isinstance(chunk, Tensor):
+                self.chunks[i] = chunk[chosen]
+
+    def copy(self) -> "Ledger":
+        """An independent ledger; the leading layer's copy puts its own lengths in."""
+        twin = copy.copy(self)
+        twin.chunks, twin.read_lengths = list(self.chunks), list(self.read_lengths)
+        if self.device_columns is not None and self.ones is not None:
+            twin.device_columns, twin.ones = pin(self.device_columns.clone()), pin(self.ones.clone())
+        return twin
+
+    def _remember(self, chunk: int | Tensor | Columns) -> None:
+        if isinstance(chunk, int) and self.chunks and isinstance(self.chunks[-1], int):
+            chunk += self.chunks.pop()  # type: ignore[operator]
+        self.chunks.append(chunk)
+
+
+def _size(chunk: int | Tensor | Columns) -> int:
+    if isinstance(chunk, int):
+        return chunk
+    return chunk.count if isinstance(chunk, Columns) else chunk.shape[1]
+
+
+class StaticLayer(OscarLayer):
+    """An OscarLayer of `max_length` tokens per sequence whose decode step runs on the device alone.
+
+    `ledger` is the cache's; the layer that is `leading` counts columns for all of them.
+    """
+
+    is_compileable = True
+
+    def __init__(self, *args: Any, ledger: Ledger, leading: bool, **options: Any) -> None:
+        self.ledger = ledger
+        self.leading = leading
+        super().__init__(*args, **options)
+
+    def _clear(self) -> None:
+        self.buffer: Tensor | None = None
+        self.state: State | None = None
+        self.layout: Layout | None = None
+        self.ring: int | None = None
+        self._in_prompt = False
+        if self.leading:
+            self.ledger.clear()
+        super()._clear()
+
+    # What the growing mode keeps on the host is read from the device here, where somebody asks for it.
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per sequence."""
+        if self._in_prompt:
+            return self.ledger.before
+        return [] if self.store is None else self.store.lengths.tolist()
+
+    @lengths.setter
+    def lengths(self, values: list[int]) -> None:
+        """The device has them."""
+
+    @property
+    def reached(self) -> list[int]:
+        """The length that each ring has been written up to."""
+        reached = None if self.state is None else self.state.reached
+        return [] if reached is None else reached.tolist()
+
+    @reached.setter
+    def reached(self, values: list[int]) -> None:
+        """The device has them."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, -1 before the first."""
+        return -1 if self.layout is None else self.layout.batch
+
+    # What transformers asks of a cache layer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates an empty store for key_states [B, K, T, D]; raises ShapeError for another geometry."""
+        self._check_geometry(key_states, value_states)
+        self._allocate(key_states.shape[0], key_states.device)
+        if self.leading:
+            assert self.store is not None
+            self.ledger.begin(self.store.lengths)
+
+    def _allocate(self, batch: int, device: torch.device) -> None:
+        config = self.config
+        assert self.max_length is not None
+        if self.rotation is None:
+            window = self.max_length if self.sliding_window is None else self.sliding_window + RING_SLACK
+            self.ring = None if self.sliding_window is None else window
+            pages = min(self.max_length, -(-window // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
+        else:
+            pages = max(1, config.history_pages(self.max_length))
+        self.layout = Layout(
+            batch=batch,
+            pages=pages,
+            query_heads=config.num_query_heads,
+            heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            sink_tokens=config.sink_tokens,
+            recent_tokens=config.recent_tokens,
+            rotation_heads=0 if self.rotation is None else self.rotation.key_transform.shape[0],
+        )
+        self.buffer, self.state = new_state(self.layout, self.rotation, self.ring, device)
+        self.store = self.state.store
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Notes that this layer's attention comes next; the rows are stored there."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if torch.compiler.is_compiling():
+            traced.layer = self
+        else:
+            _handover.layer, _handover.key = self, key_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that the attention mask covers, and its offset."""
+        if torch.compiler.is_compiling():
+            traced.mask_layer = self
+        else:  # the mask function gets this very tensor as its offset: comparing it asks no device
+            request_mask(self, self.get_seq_length(), query_length)
+        return self.ledger.max_length, 0
+
+    def get_seq_length(self) -> Any:
+        """Columns seen so far, padding included: int64 [] on the device, 0 before the first."""
+        return 0 if self.ledger.device_columns is None else self.ledger.device_columns
+
+    # Storing and attending.
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Stores new rows and attends with them: query [B, T, N, D], key, value [B, T, K, D] -> like query.
+
+        `real` bool [B, T] marks tokens among padding (None: all are tokens); padding of a prompt yields
+        zeros, that of a single column means nothing.
+        """
+        batch, columns = query.shape[:2]
+        if not self.is_initialized:
+            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
+        if batch != self.batch_size:
+            raise ShapeError(f"a batch of {batch} for a cache of {self.batch_size} sequences")
+        if real is not None and tuple(real.shape) != (batch, columns):
+            raise ShapeError(f"the padding mask is {tuple(real.shape)}, expected {(batch, columns)}")
+        if columns == 1:
+            rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            return self.step(*rows, real, **options)
+        counts = [columns] * batch if real is None else self.ledger.counts(real)
+        if self.leading:
+            self.ledger.count_prompt(counts, columns if real is None else real)
+        self._in_prompt = True
+        options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
+        try:
+            out = self._attend_pieces(query, key, value, real, counts, **options)
+        finally:
+            self._in_prompt = False
+        if self.state is not None and self.state.reached is not None and self.store is not None:
+            torch.maximum(self.state.reached, self.store.lengths, out=self.state.reached)
+        if self.observer is not None:
+            self.observer(query, key, value, out)
+        return out
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        *,
+        softmax_scale: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """One column: query [B, N, 1, D], key, value [B, K, 1, D], real [B, 1] or None -> [B, 1, N, D].
+
+        Without a host wait, with a compiler or without. Raises CacheFullError without one; a compiled
+        `generate` raises it from the mask function, before the step.
+        """
+        ledger, layout = self.ledger, self.layout
+        assert layout is not None and self.buffer is not None and self.state is not None
+        assert ledger.ones is not None and ledger.device_columns is not None
+        if query.shape[0] != layout.batch:
+            raise ShapeError(f"a batch of {query.shape[0]} for a cache of {layout.batch} sequences")
+        new_lengths = ledger.ones if real is None else real.reshape(layout.batch).to(torch.int32)
+        if torch.compiler.is_compiling():
+            if self.leading:
+                ledger.device_columns.add_(1)
+            return decode_step_op(
+                query, key, value, new_lengths, self.buffer, list(layout), self.ring, softmax_scale,
+                self.sliding_window, sink_logits, self.implementation,
+            )  # fmt: skip
+        if self.leading:
+            ledger.count_step(real is not None)
+        return decode_step(
+            query, key, value, new_lengths, self.state, softmax_scale=softmax_scale,
+            sliding_window=self.sliding_window, sink_logits=sink_logits, implementation=self.implementation,
+        )  # fmt: skip
+
+    # Taking back, other batches.
+
+    def activate_past_recording(self) -> None:
+        """Nothing is recorded: a crop reaches as far as the BF16 rows do."""
+
+    def removable(self, tokens_to_remove: int) -> Removal:
+        """What `crop(tokens_to_remove)` takes away; raises, without changing anything, if it cannot."""
+        if self.leading:
+            self.ledger.refresh()
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            tokens_to_remove = -max(0, self.ledger.columns - tokens_to_remove)
+        columns = min(-tokens_to_remove, self.ledger.columns)
+        tokens = self.ledger.tokens_in_last(columns)
+        if self.store is not None and any(tokens) and (refusal := self._refusal(tokens)) is not None:
+            raise QuantizedTokensError(refusal)
+        return Removal(columns, tokens, by_replay=False)
+
+    def remove(self, removal: Removal) -> None:
+        """Executes a removal."""
+        if not removal.columns or self.store is None:
+            return
+        if self.leading:
+            self.ledger.drop(removal.columns, removal.tokens)
+        self.store.lengths -= _int32(removal.tokens, self.store.lengths.device)
+        if isinstance(self.store, LayerCache):
+            windows = self.config.sink_tokens + self.config.recent_tokens
+            history = ((self.store.lengths - windows) // fmt.PAGE_TOKENS).clamp(min=0)
+            self.store.history_pages.copy_(history)
+
+    def select(self, indices: Tensor) -> None:
+        """Makes the batch the sequences `indices`, repeated or left out as given; all pages are copied."""
+        if self.state is None or self.layout is None:
+            return
+        old, store = self.state, self.state.store
+        indices = indices.to(store.lengths.device, torch.int64)
+        if self.leading:
+            self.ledger.refresh()
+        if len(indices) != self.layout.batch:
+            self._allocate(len(indices), indices.device)
+        assert self.state is not None
+        for name in ("lengths", "history_pages", "key", "value"):
+            if hasattr(store, name):
+                getattr(self.state.store, name).copy_(getattr(store, name)[indices])
+        if old.reached is not None and self.state.reached is not None:
+            self.state.reached.copy_(old.reached[indices])
+        if isinstance(store, LayerCache):
+            for names, table in ((fmt.INT2_ARRAYS, "page_table"), (fmt.WINDOW_ARRAYS, "window_table")):
+                pages = getattr(store, table)[indices].flatten().long()
+                for name in names:  # page 0 belongs to nobody
+                    getattr(self.state.store, name)[1:].copy_(getattr(store, name)[pages])
+        if self.leading:
+            self.ledger.select(indices.tolist(), self.state.store.lengths)
+
+    def copy(self, ledger: Ledger | None = None) -> "StaticLayer":
+        """An independent layer of the same content that counts in `ledger`, default a copy of its own."""
+        twin = copy.copy(self)
+        twin.ledger = self.ledger.copy() if ledger is None else ledger
+        if self.buffer is not None and self.layout is not None:
+            twin.buffer = pin(self.buffer.clone())
+            twin.state = open_state(twin.buffer, self.layout, self.ring)
+            twin.store = twin.state.store
+            if self.leading:
+                twin.ledger.device_lengths = twin.state.store.lengths
+        return twin

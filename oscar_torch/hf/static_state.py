@@ -1,0 +1,203 @@
+"""The state of one layer as a single buffer, and the decode step on it as one operator.
+
+Why one buffer: a compiled model takes every tensor of a cache as an input whose address is checked at each
+step. One uint8 buffer per layer holds the pages, the tables, the lengths and the rotation, and the operator
+declares that it changes this buffer; its arrays are views at offsets that depend on a `Layout` alone. So the
+operator is a function of what it is given: graphs may be replayed on another cache of the same layout.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..cache import append_rows
+from ..core import cache_format as fmt
+from ..core.config import CacheConfig
+from ..layer_cache import DenseCache, LayerCache
+from ..rotations.rotation import LayerRotation
+
+ALIGNMENT = 256  # bytes; kernels read whole vectors
+
+
+class Layout(NamedTuple):
+    """What decides where an array lies in the buffer: plain integers, as an operator can take them."""
+
+    batch: int
+    pages: int  # INT2 pages per sequence, or slots per sequence of a ring
+    query_heads: int
+    heads: int
+    head_dim: int
+    sink_tokens: int
+    recent_tokens: int
+    rotation_heads: int  # 1 or `heads`; 0 for a BF16 cache
+
+
+class State(NamedTuple):
+    """The arrays of one layer, all of them views of one buffer."""
+
+    store: LayerCache | DenseCache
+    rotation: LayerRotation | None
+    reached: Tensor | None  # int32 [B], of rings: the length that each has been written up to
+
+
+@functools.lru_cache(maxsize=64)
+def cache_geometry(layout: Layout) -> CacheConfig:
+    """The CacheConfig of a layout."""
+    return CacheConfig(
+        num_key_value_heads=layout.heads,
+        num_query_heads=layout.query_heads,
+        head_dim=layout.head_dim,
+        sink_tokens=layout.sink_tokens,
+        recent_tokens=layout.recent_tokens,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _places(layout: Layout) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
+    """Where each array begins, its dtype and its shape, by name; and the bytes of the whole buffer."""
+    batch, heads, head_dim = layout.batch, layout.heads, layout.head_dim
+    arrays: dict[str, tuple[str, tuple[int, ...]]] = {"lengths": ("int32", (batch,))}
+    if layout.rotation_heads:
+        slots = cache_geometry(layout).window_slots
+        arrays |= {
+            "history_pages": ("int32", (batch,)),
+            "page_table": ("int32", (batch, layout.pages)),
+            "window_table": ("int32", (batch, slots)),
+        }
+        for name, shape in fmt.rotation_field_shapes(layout.rotation_heads, head_dim).items():
+            arrays[name] = (fmt.ROTATION_FIELDS[name], shape)
+        for name, shape in fmt.window_array_shapes(1 + batch * slots, heads, head_dim).items():
+            arrays[name] = (fmt.WINDOW_ARRAYS[name], shape)
+        for name, shape in fmt.int2_array_shapes(1 + batch * layout.pages, heads, head_dim).items():
+            arrays[name] = (fmt.INT2_ARRAYS[name], shape)
+    else:
+        rows = ("bfloat16", (batch, layout.pages, heads, head_dim))
+        arrays |= {"reached": ("int32", (batch,)), "key": rows, "value": rows}
+    places, end = {}, 0
+    for name, (dtype_name, shape) in arrays.items():
+        dtype = getattr(torch, dtype_name)
+        places[name] = (end, dtype, shape)
+        end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def open_state(buffer: Tensor, layout: Layout, window: int | None) -> State:
+    """The arrays in a buffer; `window` is the number of tokens that a ring keeps."""
+    arrays = {
+        name: buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for name, (start, dtype, shape) in _places(layout)[0].items()
+    }
+    if not layout.rotation_heads:
+        reached = arrays.pop("reached")
+        return State(DenseCache(**arrays, window=window), None, reached)
+    rotation = LayerRotation(**{name: arrays.pop(name) for name in fmt.ROTATION_FIELDS})
+    return State(LayerCache(**arrays, config=cache_geometry(layout)), rotation, None)
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Promises a compiler that the tensor keeps its address: CUDA graphs then use it where it is."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
+    return tensor
+
+
+def new_state(
+    layout: Layout, rotation: LayerRotation | None, window: int | None, device: torch.device
+) -> tuple[Tensor, State]:
+    """An empty buffer uint8 [bytes] in which every sequence owns its pages, and its arrays."""
+    buffer = pin(torch.zeros(_places(layout)[1], dtype=torch.uint8, device=device))
+    state = open_state(buffer, layout, window)
+    if isinstance(state.store, LayerCache):
+        for table in (state.store.page_table, state.store.window_table):
+            torch.arange(1, table.numel() + 1, dtype=torch.int32, out=table.view(-1))
+        for name in fmt.ROTATION_FIELDS:
+            getattr(state.rotation, name).copy_(getattr(rotation, name))
+    return buffer, state
+
+
+def decode_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    state: State,
+    *,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Stores one row per sequence and attends: query [B, N, 1, D], key, value [B, K, 1, D] -> [B, 1, N, D].
+
+    new_lengths int32 [B]: 1, or 0 for a sequence whose row is padding; its output means nothing. Nothing
+    waits for the device, and the caller knows that there is room.
+    """
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    if isinstance(state.store, DenseCache):
+        _append_to_ring(state, key, value, new_lengths)
+    else:
+        append_rows(
+            state.store, state.rotation, key, value, new_lengths, implementation=implementation, check=False
+        )
+    out = ops.decode_attention(
+        query[:, :, 0], state.store, state.rotation, softmax_scale=softmax_scale,
+        sliding_window=sliding_window, sink_logits=sink_logits, implementation=implementation,
+    )  # fmt: skip
+    return out[:, None]
+
+
+def _append_to_ring(state: State, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
+    """Writes one row [B, 1, K, D] per sequence where new_lengths is 1, without asking the device which."""
+    ring = state.store
+    assert isinstance(ring, DenseCache) and state.reached is not None
+    sequence = torch.arange(ring.batch, device=key.device)
+    slot = (ring.lengths % ring.key.shape[1]).long()
+    stored = (new_lengths > 0)[:, None, None]
+    for rows, new in ((ring.key, key), (ring.value, value)):
+        rows[sequence, slot] = torch.where(stored, new[:, 0].to(rows.dtype), rows[sequence, slot])
+    ring.lengths += new_lengths
+    torch.maximum(state.reached, ring.lengths, out=state.reached)
+
+
+@torch.library.custom_op("oscar_kv::decode_step", mutates_args=("buffer",))
+def decode_step_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    buffer: Tensor,
+    layout: list[int],
+    window: int | None,
+    softmax_scale: float,
+    sliding_window: int | None,
+    sink_logits: Tensor | None,
+    implementation: str | None,
+) -> Tensor:
+    """`decode_step` on a buffer: what a compiled model calls."""
+    state = open_state(buffer, Layout(*layout), window)
+    return decode_step(
+        query, key, value, new_lengths, state, softmax_scale=softmax_scale, sliding_window=sliding_window,
+        sink_logits=sink_logits, implementation=implementation,
+    )  # fmt: skip
+
+
+@decode_step_op.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    buffer: Tensor,
+    layout: list[int],
+    window: int | None,
+    softmax_scale: float,
+    sliding_window: int | None,
+    sink_logits: Tensor | None,
+    implementation: str | None,
+) -> Tensor:
+    batch, heads, _, head_dim = query.shape
+    return query.new_empty((batch, 1, heads, head_dim))

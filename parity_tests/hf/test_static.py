@@ -1,0 +1,253 @@
+"""The static mode (max_length given): the tokens and bytes of the growing mode, compiled and not.
+
+Two modes attend to the same rows with tables of another width, which BLAS may sum in another order; so logits
+agree to 1e-4, tokens and bytes exactly. Compiled steps run on a CPU with backends that need no compiler of
+machine code; CUDA graphs are for the GPU tests.
+"""
+
+import copy
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+tf = pytest.importorskip("transformers")
+
+from oscar_torch.core.errors import CacheFullError, ShapeError  # noqa: E402
+from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
+from oscar_torch.hf import static_state  # noqa: E402
+from parity_tests.hf.tiny import (  # noqa: E402
+    assert_same,
+    generate,
+    left_padded,
+    make_cache,
+    make_model,
+    prompts,
+    stored,
+    with_cache,
+)
+
+pytestmark = pytest.mark.hf
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss")
+
+
+def compiled(backend="eager", fullgraph=True):
+    """A compile_config that `generate` obeys on a CPU too."""
+    config = tf.CompileConfig(backend=backend, mode=None, fullgraph=fullgraph)
+    config._compile_all_devices = True
+    return config
+
+
+def assert_equal_caches(first, second):
+    for one, other in zip(first.layers, second.layers, strict=True):
+        assert one.lengths == other.lengths
+        for b in range(len(one.lengths)):
+            assert_same(stored(one, b), stored(other, b))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_equals_growing(family, how):
+    """Ragged prompts, left padding, rings, attention sinks, a flush while decoding: same result."""
+    torch._dynamo.reset()
+    model = make_model(family)
+    ids, mask = left_padded(prompts(1, 70, 378, 450))
+    growing, static = make_cache(model), make_cache(model, max_length=470)
+    assert static.is_compileable and not growing.is_compileable
+    expected = generate(model, ids, growing, 12, attention_mask=mask)
+    options = {} if how == "eager" else {"compile_config": compiled()}
+    found = generate(model, ids, static, 12, attention_mask=mask, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+    assert_equal_caches(growing, static)
+    assert int(static.get_seq_length()) == growing.get_seq_length() == 461
+
+
+def test_sampling_equals_growing():
+    (ids,) = prompts(40)
+    model = make_model("qwen3")
+    tokens = []
+    for options in ({}, {"max_length": 60}):
+        torch.manual_seed(3)
+        cache = make_cache(model, **options)
+        tokens.append(generate(model, ids, cache, 10, do_sample=True, temperature=2.0).sequences)
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_several_turns_equal_growing(how):
+    """Padding between the turns, and a second turn after steps that only the device has counted."""
+    torch._dynamo.reset()
+    model = make_model("gemma3")
+    results, caches = [], [make_cache(model), make_cache(model, max_length=520)]
+    for cache in caches:
+        ids, mask = left_padded(prompts(350, 31))
+        options = {"compile_config": compiled()} if how == "compiled" and cache is caches[1] else {}
+        for turn in range(3):
+            ids = generate(model, ids, cache, 5, attention_mask=mask, **options).sequences
+            more, more_mask = left_padded(prompts(9, 40 - turn, seed=turn))
+            mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long), more_mask], 1)
+            ids = torch.cat([ids, more], 1)
+        results.append(ids)
+    assert torch.equal(*results)
+    assert_equal_caches(*caches)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_full_is_an_error_before_the_step(how):
+    """[26] A step that would not fit is refused on the host: nothing is stored, in no layer."""
+    torch._dynamo.reset()
+    model = make_model("llama")
+    ids, mask = left_padded(prompts(60, 40))
+    options = {"compile_config": compiled()} if how == "compiled" else {}
+    cache, expected = (make_cache(model, max_length=n) for n in (64, 70))
+    generate(model, ids, expected, 5, attention_mask=mask)  # stores four of them
+    with pytest.raises(CacheFullError, match="65 tokens, max_length = 64"):
+        generate(model, ids, cache, 6, attention_mask=mask, **options)
+    assert [layer.lengths for layer in cache.layers] == [[64, 44]] * 2
+    assert_equal_caches(expected, cache)
+    with pytest.raises(CacheFullError, match="70 tokens, max_length = 64"), torch.no_grad():
+        model(ids[:, :6], use_cache=True, **with_cache(model, cache))
+    assert_equal_caches(expected, cache)
+
+
+def test_one_graph_serves_other_caches_and_breaks_nowhere():
+    """The whole step is one graph; another cache of the same layout runs in it, its own bytes changing."""
+    torch._dynamo.reset()
+    model = make_model("gemma3")
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    rows = prompts(400, 390)
+    step = torch.compile(model, backend=counting, fullgraph=True)
+    for ids in rows:
+        static, growing = make_cache(model, max_length=450), make_cache(model)
+        with torch.no_grad():
+            for run, cache in ((step, static), (model, growing)):
+                model(ids, use_cache=True, **with_cache(model, cache))
+                for token in ids[0, :3]:
+                    out = run(token.reshape(1, 1).clone(), use_cache=True, **with_cache(model, cache))
+        assert_equal_caches(growing, static)
+    assert len(graphs) == 1
+    calls = [node for node in graphs[0].graph.nodes if "decode_step" in str(node.target)]
+    assert len(calls) == 2, "one call per layer"
+    assert out.logits.shape == (1, 1, 97)
+
+
+def test_declared_mutations_are_the_real_ones():
+    """Functionalized by AOTAutograd, which believes the declaration, the step still stores its rows."""
+    torch._dynamo.reset()
+    model = make_model("qwen3")
+    (ids,) = prompts(383)
+    growing, static = make_cache(model), make_cache(model, max_length=400)
+    expected = generate(model, ids, growing, 6)
+    found = generate(model, ids, static, 6, compile_config=compiled("aot_eager"))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_equal_caches(growing, static)
+
+
+def test_a_step_asks_the_device_nothing(monkeypatch):
+    """Neither our part nor transformers' turns a tensor into a number between two steps."""
+    model = make_model("gemma3")
+    ids, mask = left_padded(prompts(400, 380))
+    cache = make_cache(model, max_length=450)
+    buffers = []
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=True, **with_cache(model, cache))
+        buffers.append([layer.buffer.data_ptr() for layer in cache.layers])
+
+        def refuse(self, *arguments):
+            raise AssertionError("a wait for the device")
+
+        for name in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy"):
+            monkeypatch.setattr(torch.Tensor, name, refuse)
+        for step in range(3):
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            inputs = model.prepare_inputs_for_generation(
+                ids[:, step : step + 1], attention_mask=mask, **with_cache(model, cache)
+            )
+            model(**inputs)
+        monkeypatch.undo()
+        buffers.append([layer.buffer.data_ptr() for layer in cache.layers])
+    assert buffers[0] == buffers[1] and cache.layers[0].lengths == [403, 383]
+
+
+def test_crop_select_and_copy():
+    """Host-side truths: what is taken back, reordered or copied continues as in the growing mode."""
+    model = make_model("gemma3")
+    ids, mask = left_padded(prompts(450, 100, 33))
+    caches = [make_cache(model), make_cache(model, max_length=520)]
+    results = []
+    for cache in caches:
+        first = generate(model, ids, cache, 6, attention_mask=mask).sequences
+        cache.crop(-3)
+        branch = copy.deepcopy(cache)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        columns = torch.ones(3, 6, dtype=torch.long)
+        again = [
+            generate(
+                model, first[rows], which, 4, attention_mask=torch.cat([mask, columns], 1)[rows]
+            ).sequences
+            for which, rows in ((cache, [0, 0, 2, 2]), (branch, [0, 1, 2]))
+        ]
+        results.append([first, *again])
+        cache.reset()
+        results[-1].append(generate(model, ids, cache, 4, attention_mask=mask).sequences)
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    assert_equal_caches(*caches)
+
+
+def test_a_crop_that_cannot_be_exact_is_refused():
+    model = make_model("llama", num_hidden_layers=1)
+    (ids,) = prompts(383)
+    cache = make_cache(model, max_length=500)
+    generate(model, ids, cache, 4)
+    with pytest.raises(QuantizedTokensError, match=r"from 386 to 383 tokens: tokens 64\.\.127 are quantized"):
+        cache.crop(-3)
+    cache.crop(-2)
+    assert cache.layers[0].lengths == [384] and int(cache.get_seq_length()) == 384
+    with torch.no_grad(), pytest.raises(ShapeError, match="a batch of 2 for a cache of 1"):
+        model(ids[:, :1].expand(2, -1), use_cache=True, **with_cache(model, cache))
+    with torch.no_grad(), pytest.raises(ShapeError, match="mask of 4 columns, expected 385"):
+        model(ids[:, :1], attention_mask=torch.ones(1, 4), use_cache=True, **with_cache(model, cache))
+    # A step in which one sequence rests: the columns' tokens are known to the device alone.
+    two = make_cache(model, max_length=500)
+    rows, mask = torch.cat(prompts(20, 20)), torch.ones(2, 20, dtype=torch.long)
+    with torch.no_grad():
+        model(rows, use_cache=True, **with_cache(model, two))
+        for _ in range(2):
+            mask = torch.cat([mask, torch.tensor([[1], [0]])], 1)
+            model(rows[:, :1], attention_mask=mask, use_cache=True, **with_cache(model, two))
+    assert two.layers[0].lengths == [22, 20]
+    with torch.no_grad():
+        mask = torch.cat([mask, torch.tensor([[1], [1]])], 1)
+        model(rows[:, :1], attention_mask=mask, use_cache=True, **with_cache(model, two))
+    with pytest.raises(ShapeError, match="3 decoding steps with padding"):
+        two.crop(-1)
+    two.crop(-3)
+    assert two.layers[0].lengths == [20, 20]
+
+
+def test_the_buffer_holds_every_array_once():
+    """Views neither overlap nor leave the buffer, and every one begins where kernels can read vectors."""
+    for layout in (
+        static_state.Layout(3, 5, 8, 2, 64, 64, 256, 2),
+        static_state.Layout(2, 128, 8, 2, 64, 64, 256, 0),
+    ):
+        places, size = static_state._places(layout)
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        state = static_state.open_state(buffer, layout, None)
+        fields = [*vars(state.store).values(), *(vars(state.rotation).values() if state.rotation else ())]
+        arrays = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
+        assert len(arrays) == len(places)
+        spans = sorted((a.data_ptr() - buffer.data_ptr(), a.nbytes) for a in arrays)
+        assert all(start % 256 == 0 for start, _ in spans)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert spans[-1][0] + spans[-1][1] <= size
