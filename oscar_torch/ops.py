@@ -2,7 +2,8 @@
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
 serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer and
-for shapes that Gluon does not support, and the reference elsewhere.
+for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries take "flash",
+the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs.
 """
 
 import functools
@@ -18,7 +19,7 @@ from . import attention, quantize
 from .core.errors import ConfigError
 from .layer_cache import LayerCache
 
-IMPLEMENTATIONS = ("eager", "triton", "gluon")
+IMPLEMENTATIONS = ("eager", "triton", "gluon", "flash")
 _log = logging.getLogger(__name__)
 
 # Kernel module and function of every implementation but the reference.
@@ -36,6 +37,7 @@ DECODE_ATTENTION: Kernels = {
     "gluon": ("decode.gluon", "decode_attention"),
 }
 CHUNK_ATTENTION: Kernels = {
+    "flash": ("prefill.flash", "chunk_attention"),
     "triton": ("prefill.triton", "chunk_attention"),
     "gluon": ("prefill.gluon", "chunk_attention"),
 }
@@ -105,13 +107,15 @@ def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, refere
     if implementation == "eager" or not kernels:
         return reference
     if implementation is not None:
+        if implementation not in kernels:
+            raise NotImplementedError(f"{implementation} has no kernel here, allowed: {', '.join(kernels)}")
         return _kernel(*kernels[implementation])
     best = _best(tensor.device)
     if not best:
         return reference
 
     def best_available(*args: Any, **options: Any) -> Any:
-        for name in best:
+        for name in (n for n in best if n in kernels):
             try:
                 return _kernel(*kernels[name])(*args, **options)
             except NotImplementedError as reason:
@@ -133,9 +137,9 @@ def _best(device: torch.device) -> tuple[str, ...]:
         return ()
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
-        return ("gluon", "triton")
+        return ("flash", "gluon", "triton")
     if major >= 8:
         _log.info("compute capability %d.%d is not Hopper: using the plain Triton kernels", major, minor)
-        return ("triton",)
+        return ("flash", "triton")
     _log.info("compute capability %d.%d is too old for the kernels: using the reference", major, minor)
     return ()

@@ -385,7 +385,12 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("capability", "served"),
-        [((7, 5), ()), ((8, 6), ("triton",)), ((9, 0), ("gluon", "triton")), ((10, 0), ("triton",))],
+        [
+            ((7, 5), ()),
+            ((8, 6), ("flash", "triton")),
+            ((9, 0), ("flash", "gluon", "triton")),
+            ((10, 0), ("flash", "triton")),
+        ],
     )
     def test_capability_decides(
         self,

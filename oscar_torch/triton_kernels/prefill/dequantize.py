@@ -1,0 +1,62 @@
+"""INT2 pages of one sequence as BF16 rows in the rotated bases: what flash attention reads of the history."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import cache_format as fmt
+from ..launch.tensors import check_device
+
+PAGE = tl.constexpr(fmt.PAGE_TOKENS)
+CODES = tl.constexpr(fmt.CODES_PER_WORD)
+HEAD_DIMS = (64, 128, 256)
+
+
+@triton.jit
+def _dequantize_kernel(
+    table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, mean_ptr, key_ptr, value_ptr,
+    pages, K: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Grid (pages, K). mean float32 [pages, K, D] in the rotated basis; outputs [K, pages * 64, D]."""
+    page, head = tl.program_id(0), tl.program_id(1)
+    physical = tl.load(table_ptr + page).to(tl.int64) * K + head
+    token = tl.arange(0, PAGE)
+    channel = tl.arange(0, D)
+    out = ((head * pages + page).to(tl.int64) * PAGE + token)[:, None] * D + channel[None, :]
+    shift = tl.arange(0, CODES) * 2
+
+    word = tl.arange(0, D // CODES)
+    words = tl.load(
+        key_codes_ptr + physical * (PAGE * D // CODES) + token[:, None] * (D // CODES) + word[None, :]
+    )
+    codes = tl.reshape((words[:, :, None] >> shift[None, None, :]) & 3, (PAGE, D))
+    scale = tl.load(key_scale_ptr + physical * PAGE + token).to(tl.float32)
+    mean = tl.load(mean_ptr + (page * K + head) * D + channel)
+    rows = (codes.to(tl.float32) - 1.5) * scale[:, None] + mean[None, :]
+    tl.store(key_ptr + out, rows.to(key_ptr.dtype.element_ty))
+
+    word = tl.arange(0, PAGE // CODES)
+    words = tl.load(
+        value_codes_ptr + physical * (PAGE * D // CODES) + channel[:, None] * (PAGE // CODES) + word[None, :]
+    )
+    codes = tl.trans(tl.reshape((words[:, :, None] >> shift[None, None, :]) & 3, (D, PAGE)))
+    scale = tl.load(value_scale_ptr + physical * PAGE + token).to(tl.float32)
+    tl.store(value_ptr + out, ((codes.to(tl.float32) - 1.5) * scale[:, None]).to(value_ptr.dtype.element_ty))
+
+
+def dequantize_pages(
+    cache, table: torch.Tensor, mean: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Writes the rows of physical pages `table` int32 [P] to key and value [K, P * 64, D], rotated bases.
+
+    mean float32 [P, K, D], in the keys' rotated basis, is added to the keys of a page. Raises
+    NotImplementedError (device, head_dim).
+    """
+    heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {head_dim}, pages are dequantized for {HEAD_DIMS}")
+    check_device(key)
+    _dequantize_kernel[(len(table), heads)](
+        table, cache.key_codes, cache.value_codes, cache.key_scale, cache.value_scale, mean, key, value,
+        len(table), K=heads, D=head_dim, num_warps=4,
+    )  # fmt: skip
