@@ -17,8 +17,7 @@ import torch
 import oscar_torch.cache
 import oscar_torch.rotations.store
 from oscar_jax import cache
-from oscar_jax.calibration.job import ROTATION_DIRECTORY
-from oscar_jax.cli.main import main as oscar
+from oscar_jax.cli import main as oscar
 from oscar_jax.core import cache_format as fmt
 from oscar_jax.rotations import store
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
@@ -65,7 +64,7 @@ def main() -> None:
     run("generate", "--model", arguments.model, "--rotations", str(rotations), "--prompt-file", str(prompt),
         "--max-new-tokens", "48")  # fmt: skip
     heading("4. The same rotation set in Torch: caches of the model's own keys and values, byte for byte")
-    parity = compare_frameworks(arguments.model, rotations / ROTATION_DIRECTORY, [*calibration, *evaluation])
+    parity = compare_frameworks(arguments.model, rotations, [*calibration, *evaluation])
     (OUT / "parity.json").write_text(json.dumps(parity, indent=1) + "\n")
     print(
         f"{parity['layers']} layers ({parity['fitted_layers']} with their fitted rotation, the others with "

@@ -1,1 +1,5 @@
-"""From a model and text to a rotation set."""
+"""From a model and text, or from statistics, to a rotation set."""
+
+from .job import calibrate, fit
+
+__all__ = ["calibrate", "fit"]

@@ -30,8 +30,8 @@ import numpy as np
 from ..core import cache_format as fmt
 from ..core.config import check_head_dim
 from ..core.errors import ConfigError, ShapeError
+from ..rotations.statistics import LayerStatistics
 
-STATISTICS_VERSION = "1"
 _BLOCK_ROWS = 256  # rows per float32 product; longer chunks are split, so accuracy does not depend on them
 _PAGE = fmt.PAGE_TOKENS
 
@@ -79,21 +79,6 @@ jax.tree_util.register_dataclass(
     data_fields=[f.name for f in dataclasses.fields(StatisticsState) if f.name != "skip_tokens"],
     meta_fields=["skip_tokens"],
 )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerStatistics:
-    """What `rotation.fit_layer_rotation` reads: float64 NumPy, covariances [K, D, D], means [K, D]."""
-
-    query_covariance: np.ndarray
-    key_covariance: np.ndarray
-    key_mean: np.ndarray
-    value_mean: np.ndarray
-    value_covariance: np.ndarray
-    surrogate_value_covariance: np.ndarray | None
-    exact_value_covariance: np.ndarray | None
-    tokens: int
-    version: str = STATISTICS_VERSION
 
 
 def init_statistics(num_key_value_heads: int, head_dim: int, *, skip_tokens: int = 0) -> StatisticsState:

@@ -15,7 +15,7 @@ from ..evaluation.stepper import Method, Runner, allocate_caches
 from ..models.config import ModelConfig
 from ..rotations.fit import KEY_MULTIPLIERS, fit_layer_rotation
 from ..rotations.rotation import LayerRotation
-from . import covariance
+from ..rotations.statistics import LayerStatistics
 
 PROBES = 192
 # Damping 0.01 wins on held-out text as short as the calibration text and loses at 32K (Gemma 3 270M in the
@@ -97,7 +97,7 @@ def _pad_to_pages(rows: jax.Array) -> jax.Array:
 
 
 def choose_layer_rotation(
-    statistics: covariance.LayerStatistics,
+    statistics: LayerStatistics,
     held_out: Sequence[HeldOut],
     config: ModelConfig,
     layer: int,

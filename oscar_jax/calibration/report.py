@@ -11,7 +11,7 @@ import numpy as np
 from ..evaluation import plots
 from ..rotations import fixed_point
 from ..rotations.rotation import RotationSet
-from . import covariance
+from ..rotations.statistics import LayerStatistics
 
 # The whole run.
 
@@ -21,7 +21,7 @@ class Calibration:
     """A fitted rotation set with what it was fitted on and what it promises."""
 
     rotation_set: RotationSet
-    statistics: dict[int, covariance.LayerStatistics]
+    statistics: dict[int, LayerStatistics]
     report: dict[str, Any]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ from . import covariance
 HELD_OUT_SHARE = 0.25
 HELD_OUT_MOST = 4
 STATE_FILE = "calibration_state.npz"
-STATISTICS_FILE = "statistics.safetensors"
 
 
 def split_sequences(sequences: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -175,44 +173,3 @@ def load_state(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged ({error}); forget it with --restart") from None
-
-
-def save_statistics(statistics: Mapping[int, covariance.LayerStatistics], path: pathlib.Path) -> None:
-    """Writes the statistics as float64 safetensors: other bases can be fitted without another pass."""
-    from safetensors.numpy import save_file
-
-    arrays, scalars = {}, {}
-    for layer, entry in statistics.items():
-        for field in dataclasses.fields(entry):
-            value = getattr(entry, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"{layer}.{field.name}"] = value
-            elif value is not None:
-                scalars[f"{layer}.{field.name}"] = value
-    # One metadata entry: the library writes several in no fixed order, and equal statistics are equal bytes.
-    save_file(arrays, path, metadata={"scalars": json.dumps(scalars, sort_keys=True)})
-
-
-def load_statistics(path: pathlib.Path) -> dict[int, covariance.LayerStatistics]:
-    """Reads what `save_statistics` wrote; raises CheckpointError if it is damaged or of another version."""
-    from safetensors import SafetensorError, safe_open
-
-    layers: dict[int, dict[str, Any]] = {}
-    try:
-        with safe_open(path, "numpy") as stored:
-            values = {name: stored.get_tensor(name) for name in stored.keys()}
-            values |= json.loads(stored.metadata()["scalars"])
-        for name, value in values.items():
-            layer, _, field = name.partition(".")
-            layers.setdefault(int(layer), {})[field] = value
-        optional: dict[str, Any] = {"surrogate_value_covariance": None, "exact_value_covariance": None}
-        found = {k: covariance.LayerStatistics(**(optional | v)) for k, v in sorted(layers.items())}
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a statistics file: {error}") from None
-    for layer, entry in found.items():
-        if entry.version != covariance.STATISTICS_VERSION:
-            raise CheckpointError(
-                f"{path}: layer {layer} has statistics version {entry.version!r}, "
-                f"expected {covariance.STATISTICS_VERSION!r}"
-            )
-    return found

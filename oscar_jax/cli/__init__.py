@@ -1,5 +1,33 @@
-"""The command line `oscar`: grammar and printing."""
+"""The command line `oscar`: grammar and printing; every command calls one function of the library."""
 
-from .main import main
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from ..core.errors import OscarError
+from .grammar import build_parser
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code (2 for every error the user can cause)."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        arguments.run(arguments)
+        return 0
+    except (OscarError, OSError, NotImplementedError) as error:
+        print(f"oscar: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        print(f"oscar: error: {error.name} is not installed: pip install 'oscar-kv[demo]'", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("\noscar: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return " ".join(str(error).split()) or type(error).__name__

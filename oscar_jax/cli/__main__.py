@@ -1,7 +1,7 @@
-"""`python -m oscar_jax.cli`."""
+"""`python -m oscar_jax.cli`: the command line."""
 
 import sys
 
-from .main import main
+from . import main
 
 sys.exit(main())

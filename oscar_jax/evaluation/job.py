@@ -7,7 +7,11 @@ restored, for exactly the tokens whose pages would be INT2. Prefill runs in chun
 that every query sees the windows it would see in decoding: 256 ... 319 recent tokens and its own chunk.
 """
 
+import dataclasses
 import datetime
+import json
+import os
+import pathlib
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,13 +24,192 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
 from ..models.config import ModelConfig
+from ..rotations import store
 from ..rotations.rotation import RotationSet
-from . import fidelity
-from .report import StreamResult
-from .stepper import Method, Runner, allocate_caches, compare_distributions, layer_error, method_bytes
-from .streams import TextError, TokenStream
+from ..rotations.statistics import STATISTICS_FILE, load_statistics
+from . import fidelity, needles
+from .methods import METHODS, check_method_names, resolve_methods
+from .report import StreamResult, evaluation_document, save_evaluation
+from .stepper import (
+    Method,
+    Runner,
+    allocate_caches,
+    compare_distributions,
+    layer_error,
+    make_runner,
+    method_bytes,
+)
+from .streams import TextError, TokenStream, check_source, read_stream
+from .subject import Progress, Subject, load_subject, no_progress
 
+CHUNK = 64  # tokens per forward pass
 PROBES = 256  # query positions at which attention itself is compared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """Everything that an evaluation needs, checked and loaded."""
+
+    subject: Subject
+    layers: tuple[int, ...]
+    methods: list[Method]
+    streams: list[TokenStream]
+    rotation_set: RotationSet | None
+    about: dict[str, Any]
+
+
+def evaluate(
+    model: Subject | str | os.PathLike[str],
+    texts: Sequence[Sequence[str]],
+    out: str | os.PathLike[str],
+    *,
+    rotations: str | os.PathLike[str] | None = None,
+    context: int = 4096,
+    methods: Sequence[str] = METHODS,
+    every: int = 1,
+    chunk: int = CHUNK,
+    field: str | None = None,
+    all_layers: bool = False,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
+    warn: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """What two bits cost on unseen text: returns the report and writes it, with tables and plots, into `out`.
+
+    Each of `texts` is one stream: sources as the command line takes them, `context` tokens of each are judged
+    at every `every`-th position. `methods` are names as in `oscar evaluate --help`; `rotations` is what
+    `calibrate` wrote, or a rotation set. The report is saved after every text. Raises ConfigError, TextError
+    or CheckpointError before anything runs.
+    """
+    if not texts:
+        raise ConfigError("--text is needed (without it only --needle works)")
+    question = _prepare(
+        model,
+        texts,
+        rotations,
+        context,
+        methods,
+        every,
+        chunk,
+        field=field,
+        all_layers=all_layers,
+        dtype=dtype,
+    )
+    config = question.subject.config
+    sequences = [with_bos(stream, context, config) for stream in question.streams]
+    for stream in question.streams:
+        if is_calibration_text(stream, question.rotation_set):
+            warn(f"{stream.label} is part of the calibration text; its figures flatter int2")
+    runner = make_runner(question.subject.model, config)
+    results: list[StreamResult] = []
+    document: dict[str, Any] = {}
+    for stream, tokens in zip(question.streams, sequences):
+        result = evaluate_stream(
+            runner,
+            question.methods,
+            stream,
+            tokens,
+            question.layers,
+            chunk=chunk,
+            every=every,
+            on_chunk=lambda count: progress("evaluation", count, context * len(sequences)),
+        )
+        results.append(result)
+        # Saved after every text, so that an interrupted run keeps what it has measured.
+        document = evaluation_document(results, question.methods, question.about)
+        save_evaluation(document, results, question.methods, pathlib.Path(out))
+    return document
+
+
+def evaluate_needles(
+    model: Subject | str | os.PathLike[str],
+    texts: Sequence[Sequence[str]],
+    out: str | os.PathLike[str],
+    *,
+    rotations: str | os.PathLike[str] | None = None,
+    context: int = 4096,
+    methods: Sequence[str] = METHODS,
+    chunk: int = CHUNK,
+    planted: int = 10,
+    trials: int = 3,
+    seed: int = 0,
+    field: str | None = None,
+    all_layers: bool = False,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Retrieval of `planted` numbers from each of `trials` contexts; returns and writes the report.
+
+    `texts` are filler (none: made-up sentences); the other arguments as in `evaluate`.
+    """
+    for name, value in (("needles", planted), ("trials", trials)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value}, allowed: >= 1")
+    question = _prepare(model, texts, rotations, context, methods, 1, chunk, field, all_layers, dtype)
+    subject = question.subject
+    document = question.about | needles.run_needles(
+        make_runner(subject.model, subject.config),
+        question.methods,
+        question.streams,
+        subject.encode,
+        subject.decode,
+        context=context,
+        chunk=chunk,
+        needles=planted,
+        trials=trials,
+        seed=seed,
+        on_context=lambda: progress("needles", 1, trials * len(question.methods)),
+    )
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "needle.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "needle.md").write_text("\n".join(needles.needle_table(document)) + "\n")
+    return document
+
+
+def _prepare(
+    model: Subject | str | os.PathLike[str],
+    texts: Sequence[Sequence[str]],
+    rotations: str | os.PathLike[str] | None,
+    context: int,
+    methods: Sequence[str],
+    every: int,
+    chunk: int,
+    field: str | None,
+    all_layers: bool,
+    dtype: str | None,
+) -> _Question:
+    """Checks what can be checked without the model, loads it, then checks the rest."""
+    rotation_set, statistics = None, None
+    if rotations is not None:
+        rotation_set = store.load_rotation_set(rotations)
+        path = pathlib.Path(rotations) / STATISTICS_FILE
+        statistics = load_statistics(path) if path.exists() else None
+    names = list(methods)
+    check_method_names(names)
+    if context < 1:
+        raise ConfigError(f"context = {context}, allowed: >= 1")
+    for source in (source for sources in texts for source in sources):
+        check_source(source)
+    subject = load_subject(model, dtype)
+    config = subject.config
+    layers = subject.int2_layers(all_layers=all_layers)
+    check_evaluation(context, chunk, every, config)
+    resolved = resolve_methods(names, config, layers, rotation_set, statistics)
+    streams = [read_stream(sources, subject.encode, context, field) for sources in texts]
+    geometry = config.cache_config()
+    about = about_this_run(
+        config,
+        subject.dtype,
+        context=context,
+        chunk=chunk,
+        every=every,
+        sink_tokens=geometry.sink_tokens,
+        recent_tokens=geometry.recent_tokens,
+        quantized_layers=list(layers),
+        rotations=describe_rotations(rotation_set),
+    )
+    return _Question(subject, layers, resolved, streams, rotation_set, about)
 
 
 def judged_positions(context: int, every: int, config: CacheConfig) -> np.ndarray:
@@ -90,8 +273,8 @@ def evaluate_stream(
         # Only now wait for the device: until here it could run ahead of this loop.
         for name, columns in measured.items():
             measures[name].append([np.asarray(column)[: len(local)] for column in columns])
-        for store, query in zip(probe_queries, captured):
-            store.append(np.asarray(query, np.float32)[0, here])
+        for kept, query in zip(probe_queries, captured):
+            kept.append(np.asarray(query, np.float32)[0, here])
         on_chunk(count)
 
     joined = {name: [np.concatenate(column) for column in zip(*chunks)] for name, chunks in measures.items()}

@@ -38,7 +38,6 @@ ABSORBABLE_MODELS = (
     "qwen3",
     "qwen3_moe",
 )
-ROTATION_DIRECTORY = "rotation_set"
 _PROJECTION = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([vo])_proj\.(weight|bias)$")
 _FOREIGN_TOWER = re.compile(r"vision|visual|audio|encoder")
 
@@ -103,7 +102,7 @@ def absorb_values(
                 }
                 metadata = source.metadata()
             safetensors.numpy.save_file(arrays, target / file.name, metadata=metadata)
-        store.save_rotation_set(without_values(rotation_set), target / ROTATION_DIRECTORY)
+        store.save_rotation_set(without_values(rotation_set), target / store.ROTATION_DIRECTORY)
     return error
 
 

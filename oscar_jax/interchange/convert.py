@@ -47,7 +47,7 @@ def load_any(
     pair (`values` its value file, or the one beside it), or a GGUF file. `model`, a model directory,
     config.json or GGUF file, gives head counts and is checked against. Raises CheckpointError.
     """
-    source = pathlib.Path(source)
+    source = store.rotation_path(source)
     geometry = None if model is None else read_model_geometry(model)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or directory")

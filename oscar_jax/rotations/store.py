@@ -26,16 +26,24 @@ from .rotation import LayerRotation, RotationSet, validate_rotation_set
 
 HEADER_FILE = "header.json"
 ARRAYS_DIRECTORY = "arrays"
+ROTATION_DIRECTORY = "rotation_set"  # in the folder that `oscar calibrate` and `oscar fit` write
 _KEY = "rotation_set"  # of header.json and of the safetensors metadata
 _NAME = re.compile(r"(layers|companions)\.(\d+)\.(\w+)")
 
 
-def load_rotation_set(path: str | os.PathLike[str]) -> RotationSet:
-    """The rotation set of a directory or a .safetensors file; CheckpointError naming what is wrong.
+def rotation_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The rotation set behind what a user names: itself, or the one in the folder of `oscar calibrate`."""
+    inside = pathlib.Path(path) / ROTATION_DIRECTORY
+    return inside if inside.is_dir() else pathlib.Path(path)
 
-    Arrays come as NumPy, so that a set saved from any number of devices loads on any other.
+
+def load_rotation_set(path: str | os.PathLike[str]) -> RotationSet:
+    """The rotation set of a directory, a .safetensors file or the folder of `oscar calibrate`.
+
+    Raises CheckpointError naming what is wrong. Arrays come as NumPy, so that a set saved from any number
+    of devices loads on any other.
     """
-    path = pathlib.Path(path)
+    path = rotation_path(path)
     if not path.is_dir():
         return load_safetensors(path)
     header, digests = _read_document(path)
@@ -78,7 +86,7 @@ def save_rotation_set(rotation_set: RotationSet, directory: str | os.PathLike[st
 
 def read_header(path: str | os.PathLike[str]) -> RotationHeader:
     """The header of a rotation set, directory or .safetensors file, without its arrays; CheckpointError."""
-    return _read_document(pathlib.Path(path))[0]
+    return _read_document(rotation_path(path))[0]
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> RotationSet:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..core import cache_format as fmt
 from ..core.config import check_head_dim
 from ..core.errors import ConfigError, ShapeError
+from ..core.rotation_header import RotationHeader
 
 STATISTICS_VERSION = "1"
 _PAGE = fmt.PAGE_TOKENS
@@ -229,8 +230,15 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
     )
 
 
-def save_statistics(statistics: Mapping[int, LayerStatistics], path: str | os.PathLike[str]) -> None:
-    """Writes the statistics as safetensors (float64), which `oscar fit` reads."""
+def save_statistics(
+    statistics: Mapping[int, LayerStatistics],
+    path: str | os.PathLike[str],
+    header: RotationHeader | None = None,
+) -> None:
+    """Writes the statistics as safetensors (float64), which `oscar fit` reads.
+
+    `header` says of which model and text they are: a RotationHeader without a basis.
+    """
     arrays, scalars = {}, {}
     for layer, entry in statistics.items():
         for field in dataclasses.fields(entry):
@@ -239,6 +247,8 @@ def save_statistics(statistics: Mapping[int, LayerStatistics], path: str | os.Pa
                 arrays[f"{layer}.{field.name}"] = np.ascontiguousarray(value)
             elif value is not None:
                 scalars[f"{layer}.{field.name}"] = value
+    if header is not None:
+        scalars["header"] = header.to_dict()
     save_file(arrays, path, metadata={"scalars": json.dumps(scalars, sort_keys=True)})
 
 

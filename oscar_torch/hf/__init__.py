@@ -9,7 +9,7 @@ Importing this package registers the attention function "oscar".
 
 from .attention import oscar_attention, oscar_mask
 from .cache import OscarCache
-from .calibrate import calibrate_model
+from .calibrate import calibrate_model, save_statistics
 from .layer import ATTENTION, OscarLayer
 from .model_check import cache_config, layer_windows
 
@@ -22,4 +22,5 @@ __all__ = [
     "layer_windows",
     "oscar_attention",
     "oscar_mask",
+    "save_statistics",
 ]

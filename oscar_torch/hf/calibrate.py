@@ -1,21 +1,27 @@
 """Attention statistics of a transformers model."""
 
+import datetime
 import inspect
-from collections.abc import Callable, Iterable
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..calibration import covariance
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
+from ..core.rotation_header import RotationHeader
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .cache import OscarCache
 from .layer import ATTENTION, OscarLayer
-from .model_check import cache_config, layer_windows
+from .model_check import _hub_id, cache_config, layer_windows
 
 # Calibration.
 
@@ -35,7 +41,7 @@ def calibrate_model(
     the layers that an OscarCache would quantize are observed, after QK-norm and RoPE, on BF16 keys and
     values. The surrogate value covariance weighs by the query covariance of the first fifth of the
     sequences, so it needs two. The model's attn_implementation is switched meanwhile and put back.
-    `covariance.save_statistics` writes the result for `oscar_jax.calibration.statistics.load_statistics`.
+    `save_statistics` writes the result for `oscar fit`.
     """
     windows = layer_windows(model.config)
     geometry = cache_config(model.config)
@@ -70,6 +76,38 @@ def calibrate_model(
         model.set_attn_implementation(before)
         model.train(was_training)
     return {layer: covariance.finalize_statistics(state) for layer, state in states.items()}
+
+
+def save_statistics(
+    model: PreTrainedModel,
+    statistics: Mapping[int, covariance.LayerStatistics],
+    path: str | os.PathLike[str],
+    *,
+    model_id: str | None = None,
+    corpus_digest: str = "",
+) -> None:
+    """Writes what `calibrate_model` gathered with all that `oscar fit` must know of the model.
+
+    `model_id`, by default the hub name or the directory the model was loaded from, is the name that later
+    checks compare; `corpus_digest` may name the text.
+    """
+    geometry = cache_config(model.config)
+    loaded_from = getattr(model.config, "_name_or_path", "") or ""
+    header = RotationHeader(
+        model_id=model_id or _hub_id(model.config) or pathlib.Path(loaded_from).name,
+        layers=tuple(sorted(statistics)),
+        num_query_heads=geometry.num_query_heads,
+        num_key_value_heads=geometry.num_key_value_heads,
+        head_dim=geometry.head_dim,
+        rope="half",
+        basis="",
+        basis_version="",
+        corpus_digest=corpus_digest,
+        calibration_tokens=max(entry.tokens for entry in statistics.values()),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        created=datetime.date.today().isoformat(),
+    )
+    covariance.save_statistics(statistics, path, header)
 
 
 class _ObservedCache(OscarCache):

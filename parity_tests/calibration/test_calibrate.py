@@ -17,15 +17,18 @@ from oscar_jax.calibration import held_out as calibration_held_out
 from oscar_jax.calibration import job as calibration_job
 from oscar_jax.calibration import statistics as calibration_statistics
 from oscar_jax.cli import main
+from oscar_jax.core import cache_format as fmt
 from oscar_jax.core import rotation_header
 from oscar_jax.core.config import CacheConfig, CalibrationConfig
-from oscar_jax.core.errors import CheckpointError
+from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.evaluation import fidelity, streams
 from oscar_jax.evaluation.stepper import make_runner
 from oscar_jax.models.decoder import CapturingAttention, CausalAttention
 from oscar_jax.models.weights import load_model
 from oscar_jax.quantize import round_to_bfloat16
 from oscar_jax.rotations import bases, rotation, store
+from oscar_jax.rotations import statistics as statistics_file
+from oscar_jax.rotations.statistics import LayerStatistics
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
@@ -177,20 +180,20 @@ def test_statistics_survive_the_disk(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     matrices = [generator.standard_normal((2, 16, 16)) for _ in range(4)]
     means = [generator.standard_normal((2, 16)) for _ in range(2)]
-    entry = calibration_job.covariance.LayerStatistics(
+    entry = LayerStatistics(
         matrices[0], matrices[1], means[0], means[1], matrices[2], None, matrices[3], tokens=77
     )
-    path = tmp_path / calibration_statistics.STATISTICS_FILE
-    calibration_statistics.save_statistics({3: entry, 5: entry}, path)
+    path = tmp_path / statistics_file.STATISTICS_FILE
+    statistics_file.save_statistics({3: entry, 5: entry}, path)
     written = path.read_bytes()
-    calibration_statistics.save_statistics({3: entry, 5: entry}, path)
+    statistics_file.save_statistics({3: entry, 5: entry}, path)
     assert path.read_bytes() == written
-    found, _ = calibration_statistics.load_statistics(path).values()
+    found, _ = statistics_file.load_statistics(path).values()
     for field in dataclasses.fields(entry):
         assert np.array_equal(getattr(entry, field.name), getattr(found, field.name))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="not a statistics file"):
-        calibration_statistics.load_statistics(path)
+        statistics_file.load_statistics(path)
 
 
 class TestFidelity:
@@ -311,9 +314,7 @@ def test_killed_from_the_command_line_gives_the_same_rotation_set(
     assert (tmp_path / "killed" / calibration_statistics.STATE_FILE).exists()
     assert run("killed") == 0
     assert not (tmp_path / "killed" / calibration_statistics.STATE_FILE).exists()
-    sets = [
-        store.load_rotation_set(calibration_job.rotation_path(str(tmp_path / n))) for n in ("whole", "killed")
-    ]
+    sets = [store.load_rotation_set(tmp_path / n) for n in ("whole", "killed")]
     for name, rotation_set in zip(("whole", "killed"), sets):
         store.save_safetensors(rotation_set, tmp_path / f"{name}.safetensors")
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "killed.safetensors").read_bytes()
@@ -324,7 +325,53 @@ def test_killed_from_the_command_line_gives_the_same_rotation_set(
         "eigenvalues.png",
         "channels.png",
         "layers.png",
-        calibration_statistics.STATISTICS_FILE,
+        statistics_file.STATISTICS_FILE,
     ):
         assert (tmp_path / "whole" / name).stat().st_size > 0
     assert "Predicted errors" in capsys.readouterr().out
+
+
+class TestFit:
+    """From statistics alone to a rotation set that loads wherever one is taken."""
+
+    def test_fit_of_a_calibration_is_the_calibration(
+        self, tiny: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
+    ) -> None:
+        (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(1200)))
+        words = f"--text {tmp_path / 'text.txt'} --tokens 1000 --context 256 --chunk 128".split()
+        assert main(["calibrate", "--model", str(tiny[0]), "--out", str(tmp_path / "whole"), *words]) == 0
+        assert main(["fit", str(tmp_path / "whole"), "--out", str(tmp_path / "fitted")]) == 0
+        assert "channel_balanced" in capsys.readouterr().out
+        whole, fitted = (store.load_rotation_set(tmp_path / name) for name in ("whole", "fitted"))
+        for name in fmt.ROTATION_FIELDS:
+            first, second = getattr(whole.layers[0], name), getattr(fitted.layers[0], name)
+            assert np.array_equal(first, second), name
+        extra = {key: value for key, value in whole.header.extra.items() if key != "choices"}
+        assert fitted.header == dataclasses.replace(whole.header, extra=extra)
+        assert statistics_file.load_statistics(tmp_path / "fitted" / statistics_file.STATISTICS_FILE)[
+            0
+        ].tokens
+        assert "choices" in store.read_header(tmp_path / "whole").extra
+
+    def test_statistics_without_a_header_need_a_name(self, tmp_path: Path) -> None:
+        generator = np.random.default_rng(0)
+        rows = generator.standard_normal((2, 100, 16))
+        moment = np.einsum("ktd,kte->kde", rows, rows) / 100
+        mean = rows.mean(axis=1)
+        entry = LayerStatistics(moment, moment, mean, mean, moment, None, None, tokens=100)
+        path = tmp_path / "statistics.safetensors"
+        statistics_file.save_statistics({3: entry, 1: entry}, path)
+        with pytest.raises(ConfigError, match="of which model"):
+            calibration_job.fit(path)
+        with pytest.raises(ConfigError, match="'auto' chooses on held-out text"):
+            calibration_job.fit(path, settings=CalibrationConfig(basis="auto"))
+        with pytest.raises(CheckpointError, match="not a statistics file"):
+            calibration_job.fit(tmp_path / "none.safetensors")
+        with pytest.raises(CheckpointError, match="no layer"):
+            calibration_job.fit({}, model_id="m", num_query_heads=4)
+        fitted = calibration_job.fit({3: entry, 1: entry}, tmp_path / "out", model_id="m", num_query_heads=4)
+        header = fitted.header
+        assert (header.model_id, header.layers, header.num_query_heads) == ("m", (1, 3), 4)
+        assert (header.num_key_value_heads, header.head_dim, header.basis) == (2, 16, "channel_balanced")
+        again = calibration_job.fit(tmp_path / "out", settings=CalibrationConfig(basis="hadamard"))
+        assert again.header.model_id == "m" and again.header.basis == "hadamard"

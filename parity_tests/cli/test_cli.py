@@ -10,7 +10,7 @@ from oscar_jax.cli import main
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
-COMMANDS = ("calibrate", "evaluate", "generate", "inspect", "convert")
+COMMANDS = ("calibrate", "fit", "evaluate", "generate", "inspect", "convert")
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,13 @@ def capture_rows(model_name: str, files: Sequence[str], count: int) -> tuple[Any
     import jax.numpy as jnp
     from flax import nnx
 
-    from oscar_jax.cli.main import load_once
     from oscar_jax.evaluation import streams
+    from oscar_jax.evaluation.subject import load_subject
     from oscar_jax.models.decoder import CapturingAttention, CausalAttention
-    from oscar_jax.models.weights import resolve_model_path
 
-    model, config, tokenizer = load_once(str(resolve_model_path(model_name)), None)
-    stream = streams.read_stream(files, lambda part: tokenizer.encode(part, add_special_tokens=False), count)
+    subject = load_subject(model_name)
+    config = subject.config
+    stream = streams.read_stream(files, subject.encode, count)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
     tokens = jnp.asarray([*head, *stream.tokens])[None, :count]
 
@@ -37,7 +37,7 @@ def capture_rows(model_name: str, files: Sequence[str], count: int) -> tuple[Any
         attention = CapturingAttention(CausalAttention(model.config))
         return [rows for _, rows in model.hidden_states(tokens, attention=attention)[1]]
 
-    return config, capture(model, tokens)
+    return config, capture(subject.model, tokens)
 
 
 def save_rows(path: Path, model_id: str, captured: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from oscar_jax.cache import live_bytes
-from oscar_jax.calibration.covariance import LayerStatistics
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
 from oscar_jax.evaluation import fidelity, needles, stepper
@@ -24,6 +23,7 @@ from oscar_jax.models.weights import load_model
 from oscar_jax.quantize import round_to_bfloat16
 from oscar_jax.rotations import bases
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
+from oscar_jax.rotations.statistics import LayerStatistics
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf

@@ -94,10 +94,10 @@ def test_from_transformers_to_a_fitted_cache(tmp_path):
     """Statistics gathered here, fitted by oscar_jax, applied here: the whole road, through files."""
     pytest.importorskip("jax")
     from oscar_jax.calibration import covariance as jax_covariance
-    from oscar_jax.calibration import statistics as jax_statistics
     from oscar_jax.core import rotation_header as jax_rotation_header
     from oscar_jax.rotations import fit as jax_fit
     from oscar_jax.rotations import rotation as jax_rotation
+    from oscar_jax.rotations import statistics as jax_statistics
     from oscar_jax.rotations import store as jax_checkpoint
 
     model = make_model("qwen3")

@@ -24,10 +24,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import oscar_jax.calibration.statistics
 import oscar_jax.core.rotation_header
 import oscar_jax.rotations.fit
 import oscar_jax.rotations.rotation
+import oscar_jax.rotations.statistics
 import oscar_jax.rotations.store
 from oscar_torch.calibration import covariance
 from oscar_torch.hf import cache as hf_cache
@@ -58,7 +58,7 @@ def fit_rotations(model: Any, sequences: list[torch.Tensor], directory: pathlib.
         layer: oscar_jax.rotations.fit.fit_layer_rotation(
             entry, "channel_balanced", per_head=True, damping=0.01
         )
-        for layer, entry in oscar_jax.calibration.statistics.load_statistics(
+        for layer, entry in oscar_jax.rotations.statistics.load_statistics(
             directory / "statistics.safetensors"
         ).items()
     }

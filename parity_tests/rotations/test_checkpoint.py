@@ -101,6 +101,15 @@ def both_refuse(path, message):
         assert "\n" not in str(error.value)
 
 
+def test_both_packages_read_the_folder_of_a_calibration(rotation_set, saved, tmp_path):
+    shutil.copytree(saved / "set", tmp_path / "rotations" / "rotation_set")
+    (tmp_path / "rotations" / "report.md").write_text("beside it")
+    for module in (checkpoint, torch_checkpoint):
+        assert_equal(rotation_set, module.load_rotation_set(tmp_path / "rotations"))
+        assert module.read_header(tmp_path / "rotations").model_id == rotation_set.header.model_id
+        assert module.rotation_path(saved / "set") == saved / "set"
+
+
 @pytest.mark.parametrize("name", ["set", "set.safetensors"])
 def test_both_packages_read_the_same_bytes(rotation_set, saved, name):
     assert_equal(rotation_set, checkpoint.load_rotation_set(saved / name))

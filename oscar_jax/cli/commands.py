@@ -1,0 +1,210 @@
+"""What each command calls and prints. Frameworks are imported inside, so that --help answers at once."""
+
+import argparse
+import pathlib
+import sys
+from typing import TYPE_CHECKING
+
+from ..core.config import CalibrationConfig
+from ..core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from ..evaluation.subject import Subject
+
+
+def version() -> str:
+    """The version of the installed distribution."""
+    from .. import __version__
+
+    return __version__
+
+
+def run_calibrate(arguments: argparse.Namespace) -> None:
+    """`oscar calibrate`: a rotation set, statistics and a report in --out."""
+    settings = _settings(arguments, tokens=arguments.tokens, context=arguments.context)
+    from ..calibration.job import calibrate
+    from . import output
+
+    with output.Bars() as bars:
+        calibrate(
+            _model(arguments),
+            arguments.text,
+            arguments.out,
+            settings,
+            field=arguments.field,
+            all_layers=arguments.all_layers,
+            chunk=arguments.chunk,
+            save_every=arguments.save_every,
+            restart=arguments.restart,
+            progress=bars,
+        )
+    report = (pathlib.Path(arguments.out) / "report.md").read_text(encoding="utf-8")
+    print(report.split("\n![")[0])
+    print(f"Rotation set and report: {arguments.out}")
+
+
+def run_fit(arguments: argparse.Namespace) -> None:
+    """`oscar fit`: a rotation set from statistics alone."""
+    settings = _settings(arguments)
+    from ..calibration.job import fit
+    from ..interchange.inspect import inspect
+
+    fit(
+        arguments.statistics,
+        arguments.out,
+        settings,
+        model_id=arguments.model_id,
+        num_query_heads=arguments.query_heads,
+    )
+    print(inspect(arguments.out).text())
+    print(f"Rotation set: {arguments.out}")
+
+
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    """`oscar evaluate`: tables of fidelity, or of retrieval with --needle."""
+    from ..evaluation import job, needles
+    from ..evaluation.methods import check_method_names
+    from . import output
+
+    methods = [name.strip() for name in arguments.methods.split(",") if name.strip()]
+    check_method_names(methods)
+    texts = arguments.text or []
+    if not texts and not arguments.needle:
+        raise ConfigError("--text is needed (without it only --needle works)")
+    common = {
+        "rotations": arguments.rotations,
+        "context": arguments.context,
+        "methods": methods,
+        "chunk": arguments.chunk,
+        "field": arguments.field,
+        "all_layers": arguments.all_layers,
+    }
+    model = _model(arguments)
+    if arguments.needle:
+        with output.Bars() as bars:
+            document = job.evaluate_needles(
+                model,
+                texts,
+                arguments.out,
+                planted=arguments.needles,
+                trials=arguments.trials,
+                seed=arguments.seed,
+                progress=bars,
+                **common,
+            )
+        print("\n".join(needles.needle_table(document)))
+        return
+    with output.Bars() as bars:
+        document = job.evaluate(
+            model, texts, arguments.out, every=arguments.every, progress=bars, warn=output.warn, **common
+        )
+    output.print_evaluation(document, arguments.out)
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    """`oscar generate`: continues prompts; one is shown token by token, several when they are done."""
+    prompts = list(arguments.prompt or [])
+    for name in arguments.prompt_file or []:
+        try:
+            prompts.append(pathlib.Path(name).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ConfigError(f"prompt file {name} is not UTF-8 text") from None
+    if not prompts:
+        raise ConfigError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
+    kind = arguments.cache or ("int2" if arguments.rotations else "bf16")
+    if kind == "int2" and arguments.rotations is None:
+        raise ConfigError("--cache int2 needs --rotations")
+    from ..evaluation.subject import window_policy
+    from ..generate import Generator, SamplingConfig, TextStream
+    from ..rotations.store import load_rotation_set
+    from . import output
+
+    sampling = SamplingConfig(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    rotations = load_rotation_set(arguments.rotations) if kind == "int2" else None
+    subject = _model(arguments)
+    config = subject.config
+    if rotations is not None:
+        layers = subject.int2_layers(all_layers=arguments.all_layers)
+        rotations.require_fits(config, layers, model_id=config.model_id)
+    head = [] if config.bos_token_id is None else [config.bos_token_id]
+    encoded = [head + subject.encode(prompt) for prompt in prompts]
+    longest = max(map(len, encoded)) + arguments.max_new_tokens
+    if longest > config.max_positions:
+        raise ConfigError(
+            f"prompt and new tokens make {longest} tokens, the model has {config.max_positions} positions"
+        )
+    generator = Generator(
+        subject.model,
+        config,
+        cache=kind,
+        rotations=rotations,
+        sampling=sampling,
+        window_policy=window_policy(arguments.all_layers),
+    )
+    shown = output.Continuations(prompts, [TextStream(subject.tokenizer) for _ in prompts])
+    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token)
+    shown.finish()
+    for line in output.generation_summary(result.statistics, config.model_id):
+        print(line, file=sys.stderr)
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """`oscar inspect`: a summary of a rotation set, a rotation file, a model, or the format."""
+    from .describe import describe_format, describe_model
+
+    if arguments.path == "format":
+        print(describe_format())
+        return
+    from ..interchange import inspect
+    from ..models.weights import WEIGHT_PACKAGES
+
+    path = pathlib.Path(arguments.path)
+    if not path.exists() and arguments.path not in WEIGHT_PACKAGES:
+        raise ConfigError(f"{path}: no such file or directory")
+    if arguments.path in WEIGHT_PACKAGES or (path / "config.json").exists():
+        print(describe_model(arguments.path))
+    elif path.suffix == ".gguf":
+        print(describe_model(arguments.path))
+        try:
+            print(inspect.inspect(path).text())
+        except CheckpointError as error:
+            print(f"rotations: {error}")
+    else:
+        print(inspect.inspect(path).text())
+
+
+def run_convert(arguments: argparse.Namespace) -> None:
+    """`oscar convert`: another form of the same rotation set."""
+    from ..interchange import convert
+
+    report = convert.convert(
+        arguments.source,
+        arguments.destination,
+        target=arguments.target,
+        values=arguments.values,
+        base=arguments.base,
+        model=arguments.model,
+        num_query_heads=arguments.query_heads,
+        num_key_value_heads=arguments.key_value_heads,
+    )
+    print(report.text())
+
+
+def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
+    return CalibrationConfig(
+        basis=arguments.basis, per_head=arguments.per_head, damping=arguments.damping, **sizes
+    )
+
+
+def _model(arguments: argparse.Namespace) -> "Subject":
+    from rich.console import Console
+
+    from ..evaluation.subject import load_subject
+
+    with Console(stderr=True).status(f"loading {pathlib.Path(arguments.model).name}"):
+        return load_subject(arguments.model, arguments.dtype)

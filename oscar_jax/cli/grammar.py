@@ -1,0 +1,241 @@
+"""The grammar of the command line: every command with its options, help and examples."""
+
+import argparse
+import functools
+from typing import NoReturn
+
+from ..core.config import CalibrationConfig
+from ..core.errors import ConfigError
+from ..core.window_policy import RING_WINDOW
+from . import commands
+
+DTYPES = ("float32", "bfloat16")
+
+_DESCRIPTION = "2-bit key/value caches for language models: calibrate, judge and run them."
+_EPILOG = """\
+a first session:
+  oscar calibrate --model gemma.gguf --text notes/ code/*.py --out rotations/
+  oscar evaluate  --model gemma.gguf --rotations rotations/ --text book.txt --context 4096 --out report/
+  oscar generate  --model gemma.gguf --rotations rotations/ --prompt "Once upon a time"
+"""
+_CALIBRATE_EPILOG = """\
+Text is a file, a directory, a glob, a .jsonl file (with --field) or - for standard input; every argument
+gives an equal share of the tokens. Interrupted? The same command goes on where it stopped.
+
+examples:
+  oscar calibrate --model gemma.gguf --text notes/ src/*.py --out rotations/
+  oscar calibrate --model Qwen3-4B/ --text chats.jsonl --field text --tokens 60000 --out rotations/
+  oscar calibrate --model gemma.gguf --text book.txt --basis balanced --damping 0.3 --out rotations/
+"""
+_FIT_EPILOG = """\
+STATISTICS is a file, or the folder of `oscar calibrate` that holds one. `oscar_torch.hf.calibrate_model`
+gathers statistics of any transformers model, `oscar_torch.hf.save_statistics` writes the file.
+
+examples:
+  oscar fit statistics.safetensors --out rotations/
+  oscar fit rotations/ --basis balanced --damping 0.3 --out balanced/
+"""
+_EVALUATE_EPILOG = """\
+Every --text is one stream that is judged on its own and pooled with the others; give it twice to judge two
+kinds of text. All methods see the same tokens, quantize the same layers and keep the same BF16 windows.
+
+methods:
+  bf16           the same model with a BF16 cache: the reference
+  int2           the rotation set, through the real 2-bit cache
+  int2:BASIS     the real cache with another basis fitted to the same statistics; BASIS is channel_balanced,
+                 balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow (default @0.1@1.6)
+  published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
+                 scale and zero per 128 channels
+  hadamard       the same quantizer behind a plain Hadamard rotation, simulated
+  naive          asymmetric INT2 without a rotation, simulated
+
+examples:
+  oscar evaluate --model gemma.gguf --rotations rotations/ --text book.txt --context 4096 --out report/
+  oscar evaluate --model gemma.gguf --rotations rotations/ --text book.txt --text src/ --context 16384 \\
+                 --methods bf16,int2,int2:oscar,published --every 4 --out report/
+  oscar evaluate --model gemma.gguf --rotations rotations/ --needle --context 4096 --methods int2 --out n/
+"""
+_GENERATE_EPILOG = """\
+examples:
+  oscar generate --model gemma.gguf --rotations rotations/ --prompt "The capital of France is"
+  oscar generate --model gemma.gguf --cache bf16 --prompt-file question.txt --max-new-tokens 200
+  oscar generate --model gemma.gguf --rotations rotations/ --prompt One --prompt Two --temperature 0.8
+"""
+_INSPECT_EPILOG = """\
+examples:
+  oscar inspect rotations/
+  oscar inspect rotations.safetensors
+  oscar inspect k_rotation.pt
+  oscar inspect model.gguf
+  oscar inspect format
+"""
+_CONVERT_EPILOG = """\
+SOURCE is a rotation set (directory or .safetensors), a directory or key file of a published .pt pair, or a
+.gguf file with rotation tensors. What DESTINATION becomes follows from its suffix, or from --to.
+
+examples:
+  oscar convert rotations/ rotations.safetensors
+  oscar convert published/k_rotation.pt mine/ --values published/v_rotation.pt --model Qwen3-8B/
+  oscar convert rotations/ for-sglang/ --to pair
+  oscar convert rotations/ rotated.gguf --base model.gguf
+"""
+
+_FORMATTER = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line instead of printing the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def number(self, flag: str, default: int | float | None, meaning: str) -> None:
+        """An option with a number, of the default's type."""
+        kind, metavar = (float, "X") if isinstance(default, float) else (int, "N")
+        shown = meaning if default is None else f"{meaning} (default %(default)s)"
+        self.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
+
+
+class _Version(argparse.Action):
+    """Prints the version, looked up only when it is asked for."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> NoReturn:
+        print(f"oscar {commands.version()}")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole grammar of the command line."""
+    parser = _Parser(prog="oscar", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_FORMATTER)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, epilog: str, run) -> _Parser:
+        described = summary[0].upper() + summary[1:] + "."
+        new = added.add_parser(
+            name, help=summary, description=described, epilog=epilog, formatter_class=_FORMATTER
+        )
+        new.set_defaults(run=run)
+        return new
+
+    say = "fit a rotation set to a model on some text"
+    _grow_calibrate(command("calibrate", say, _CALIBRATE_EPILOG, commands.run_calibrate))
+    say = "fit a rotation set to statistics gathered before, or by transformers"
+    _grow_fit(command("fit", say, _FIT_EPILOG, commands.run_fit))
+    say = "measure what a 2-bit cache costs on a model"
+    _grow_evaluate(command("evaluate", say, _EVALUATE_EPILOG, commands.run_evaluate))
+    say = "continue prompts with a 2-bit or BF16 cache"
+    _grow_generate(command("generate", say, _GENERATE_EPILOG, commands.run_generate))
+    say = "say what a rotation set, a rotation file or a checkpoint contains"
+    inspect = command("inspect", say, _INSPECT_EPILOG, commands.run_inspect)
+    about = "a directory or file, or the word format: the INT2 page format itself"
+    inspect.add_argument("path", metavar="PATH", help=about)
+    say = "turn a rotation set into another file format"
+    _grow_convert(command("convert", say, _CONVERT_EPILOG, commands.run_convert))
+    return parser
+
+
+def _add_model(command: _Parser) -> None:
+    about = "a .gguf file, a Hugging Face checkpoint directory, or gemma3-270m (from its pip package)"
+    command.add_argument("--model", required=True, metavar="PATH", help=about)
+    about = "arithmetic of the model; default: float32 on a CPU, bfloat16 on a GPU"
+    command.add_argument("--dtype", choices=DTYPES, help=about)
+
+
+def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
+    defaults = CalibrationConfig()
+    command.add_argument("--basis", choices=bases, default=defaults.basis, help=about)
+    heads = command.add_mutually_exclusive_group()
+    about = "one matrix per key/value head (the default)"
+    heads.add_argument("--per-head", action="store_true", default=True, help=about)
+    about = "one matrix for all heads of a layer"
+    heads.add_argument("--shared", dest="per_head", action="store_false", help=about)
+    about = "added to covariances, relative to the mean variance"
+    command.number("--damping", defaults.damping, about + ("; not used by auto" if "auto" in bases else ""))
+
+
+def _grow_calibrate(command: _Parser) -> None:
+    defaults = CalibrationConfig()
+    _add_model(command)
+    about = "calibration text, see below"
+    command.add_argument("--text", required=True, nargs="+", metavar="TEXT", help=about)
+    command.add_argument("--out", required=True, metavar="DIR", help="where rotation set and report go")
+    command.add_argument("--field", metavar="NAME", help="field of .jsonl lines that holds the text")
+    command.number("--tokens", defaults.tokens, "tokens to read")
+    command.number("--context", defaults.context, "tokens per sequence")
+    about = (
+        "key basis; auto chooses basis and alpha per layer and head on held-out tokens, which pays when "
+        "these are as long as the contexts to be served (default %(default)s)"
+    )
+    _add_basis(command, CalibrationConfig.BASES, about)
+    about = f"also layers with a sliding window of at most {RING_WINDOW} tokens"
+    command.add_argument("--all-layers", action="store_true", help=about)
+    command.number("--chunk", 512, "tokens per forward pass")
+    command.number("--save-every", 8, "save the statistics every N chunks, to resume from")
+    about = "forget an interrupted calibration in DIR"
+    command.add_argument("--restart", action="store_true", help=about)
+
+
+def _grow_fit(command: _Parser) -> None:
+    about = "statistics.safetensors, or a folder that holds it"
+    command.add_argument("statistics", metavar="STATISTICS", help=about)
+    command.add_argument("--out", required=True, metavar="DIR", help="where the rotation set goes")
+    bases = tuple(name for name in CalibrationConfig.BASES if name != "auto")
+    _add_basis(command, bases, "key basis (default %(default)s)")
+    about = "name of the model, if STATISTICS does not say it"
+    command.add_argument("--model-id", metavar="NAME", help=about)
+    command.number("--query-heads", None, "likewise")
+
+
+def _grow_evaluate(command: _Parser) -> None:
+    _add_model(command)
+    about = "what `oscar calibrate` wrote, or a .safetensors file"
+    command.add_argument("--rotations", metavar="DIR", help=about)
+    about = "one stream; may be given several times"
+    command.add_argument("--text", nargs="+", action="append", metavar="TEXT", help=about)
+    command.add_argument("--field", metavar="NAME", help="field of .jsonl lines that holds the text")
+    command.number("--context", 4096, "tokens of every stream")
+    about = "comma-separated, see below (default %(default)s)"
+    methods = "bf16,int2,published,hadamard,naive"
+    command.add_argument("--methods", default=methods, metavar="LIST", help=about)
+    command.add_argument("--out", required=True, metavar="DIR", help="where table, JSON and plot go")
+    command.number("--every", 1, "judge every N-th position")
+    command.number("--chunk", 64, "tokens per forward pass")
+    about = "quantize layers with a sliding window too, in every method"
+    command.add_argument("--all-layers", action="store_true", help=about)
+    about = "retrieval of planted keys instead of perplexity"
+    command.add_argument("--needle", action="store_true", help=about)
+    command.number("--needles", 10, "keys planted per context")
+    command.number("--trials", 3, "contexts with new keys")
+    command.number("--seed", 0, "of the needles")
+
+
+def _grow_generate(command: _Parser) -> None:
+    _add_model(command)
+    command.add_argument("--rotations", metavar="DIR", help="needed for --cache int2")
+    about = "default: int2 with --rotations, else bf16"
+    command.add_argument("--cache", choices=("int2", "bf16"), help=about)
+    about = "may be given several times: a batch"
+    command.add_argument("--prompt", action="append", metavar="TEXT", help=about)
+    command.add_argument("--prompt-file", action="append", metavar="FILE", help="a prompt read from a file")
+    command.number("--max-new-tokens", 128, "tokens to generate per prompt")
+    command.number("--temperature", 0.0, "0 is greedy")
+    command.number("--top-k", 0, "sample among the N likeliest tokens; 0 keeps all")
+    command.number("--top-p", 1.0, "sample among the likeliest tokens of mass X")
+    command.number("--seed", 0, "of the sampling")
+    about = "quantize layers with a sliding window too"
+    command.add_argument("--all-layers", action="store_true", help=about)
+
+
+def _grow_convert(command: _Parser) -> None:
+    about = "a rotation set, or another project's rotations"
+    command.add_argument("source", metavar="SOURCE", help=about)
+    command.add_argument("destination", metavar="DESTINATION", help="a directory or file")
+    about = "orbax, safetensors, pair, gguf or absorb (values baked into the weights of --base)"
+    command.add_argument("--to", dest="target", metavar="FORM", help=about)
+    command.add_argument("--values", metavar="FILE", help="value file of a published pair")
+    command.add_argument("--base", metavar="PATH", help="model to bake rotations into (gguf, absorb)")
+    about = "model that SOURCE must fit; gives its head counts"
+    command.add_argument("--model", metavar="PATH", help=about)
+    command.number("--query-heads", None, "if neither SOURCE nor --model says it")
+    command.number("--key-value-heads", None, "likewise")

@@ -1,0 +1,75 @@
+"""The model under study: decoder, configuration, tokenizer; what every job starts with."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, WindowPolicy
+from ..models.cached_attention import int2_layers
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder
+from ..models.weights import load_model, resolve_model_path
+
+# progress(stage, done, total): `done` more of `total` units of a stage are finished.
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def window_policy(all_layers: bool) -> WindowPolicy:
+    """What `--all-layers` says: INT2 pages in every layer, or BF16 rings in those with a short window."""
+    return EVERY_LAYER_INT2 if all_layers else DEFAULT_WINDOW_POLICY
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A loaded model with its tokenizer; `path` is the checkpoint, for its fingerprint."""
+
+    path: Path
+    model: Decoder
+    config: ModelConfig
+    tokenizer: Any  # a transformers tokenizer
+
+    @property
+    def dtype(self) -> str:
+        """The arithmetic of the model."""
+        return str(self.model.dtype)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(list(tokens))
+
+    def int2_layers(self, *, all_layers: bool = False) -> tuple[int, ...]:
+        """Layers that are quantized; ConfigError if there is none. `all_layers` takes windowed ones too."""
+        policy = window_policy(all_layers)
+        layers = int2_layers(self.config, window_policy=policy)
+        if not layers:
+            raise ConfigError(
+                f"every layer has a sliding window of at most {policy.ring_window} tokens and stays BF16: "
+                "use --all-layers (all_layers=True)"
+            )
+        return layers
+
+
+def load_subject(model: Subject | str | os.PathLike[str], dtype: str | None = None) -> Subject:
+    """A subject from a checkpoint or the name of a weights package; the last one loaded is kept.
+
+    `dtype` is the arithmetic: by default float32 on a CPU, bfloat16 elsewhere. A Subject is
+    returned as it is.
+    """
+    return model if isinstance(model, Subject) else _load_once(str(resolve_model_path(str(model))), dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once(path: str, dtype: str | None) -> Subject:
+    return Subject(Path(path), *load_model(path, dtype=dtype))
