@@ -13,7 +13,9 @@ class SequenceState:
 
     `int2_pages[i]` holds tokens sink + 64i ..., `window_pages[p]` the BF16 rows of token page p. There are
     max(forced_pages, config.history_pages(length)) INT2 pages; `forced_pages` is 0 unless quantized tokens
-    were borrowed or kept. Tokens below `grid_length` were computed on the chunk grid.
+    were borrowed or kept. Tokens below `grid_length` were computed on the chunk grid. Pages are found by
+    sequences of the same `salt` only. A `damaged` sequence lost BF16 rows in an aborted append: only `free`
+    takes it.
     """
 
     length: int = 0
@@ -23,7 +25,9 @@ class SequenceState:
     window_pages: dict[int, int] = dataclasses.field(default_factory=dict)
     tokens: array = dataclasses.field(default_factory=lambda: array("q"))
     hashes: list[bytes] = dataclasses.field(default_factory=list)
+    salt: bytes = b""
     busy: bool = False
+    damaged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,9 @@ class SequenceAppend:
     window_row: list[int]
     released: list[int]  # window pages that the sequence gives up when the append is finished
     allocated: list[int]  # window pages that an aborted append gives back
+    overwritten: bool = (
+        False  # rows that the sequence still holds are written over: no copy could be afforded
+    )
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,33 +11,32 @@ back. A `None` in the list is a padding row: its table points at the reserved pa
     logits, caches = model(step.tokens, step.caches, step.new_lengths)
     pool.finish(step, caches)
 
+A step that fails between the two is dropped by `abort`, which restores every sequence of it.
+
 Sharing keeps results equal to the bit if a row's keys and values do not depend on who else is in the batch;
 that is up to the model and its shapes, not to the cache.
 """
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from safetensors.numpy import save_file
 
 from ..cache import allocate_layer_cache, append_rows, check_rows, read_layer_cache
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
-from ..core.errors import CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
-from ..core.files import replacing_file
+from ..core.errors import CacheFullError, CheckpointError, ConfigError, ShapeError
 from ..core.page_allocator import PageStateError
 from ..core.page_pool import PagePool
 from ..core.page_records import AppendPlan, PoolStatistics
 from ..layer_cache import LayerCache
-from .snapshot import SNAPSHOT_KIND, SNAPSHOT_VERSION, _read_snapshot, digest_rotations
+from ..rotations.rotation import LayerRotation
+from .snapshot import digest_rotations, pool_identity, read_snapshot, write_snapshot
 
 
 @dataclasses.dataclass
@@ -68,7 +67,7 @@ class SequencePool:
     def __init__(
         self,
         configs: Sequence[CacheConfig],
-        rotations: Sequence[Any],
+        rotations: Sequence[LayerRotation],
         *,
         model_id: str,
         max_length: int,
@@ -77,9 +76,14 @@ class SequencePool:
         int2_pages: int | None = None,
         window_pages: int | None = None,
         grid_tokens: int = fmt.PAGE_TOKENS,
-        device: Any = None,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
         config = check_layers(configs, rotations)
+        options = {"max_length": max_length, "max_sequences": max_sequences}
+        options |= {"int2_pages": int2_pages, "window_pages": window_pages}
+        for name, number in options.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} = {number}, allowed: >= 1")
         int2_bytes = sum(c.num_key_value_heads * fmt.int2_page_bytes(c.head_dim) for c in configs)
         window_bytes = sum(c.num_key_value_heads * fmt.window_page_bytes(c.head_dim) for c in configs)
         self.max_pages = max(1, config.history_pages(max_length))
@@ -90,11 +94,12 @@ class SequencePool:
             if max_bytes is not None:
                 left = max_bytes - (window_pages + 1) * window_bytes
                 int2_pages = min(int2_pages, left // int2_bytes - 1)
-        allocated = (int2_pages + 1) * int2_bytes + (window_pages + 1) * window_bytes
-        if int2_pages < 1 or (max_bytes is not None and allocated > max_bytes):
+        allocated = (max(int2_pages, 1) + 1) * int2_bytes + (window_pages + 1) * window_bytes
+        if max_bytes is not None and allocated > max_bytes:
             raise ConfigError(
-                f"max_bytes = {max_bytes} cannot hold {window_pages} window pages of {window_bytes} bytes, "
-                f"{max(int2_pages, 1)} INT2 pages of {int2_bytes} bytes and the two reserved pages"
+                f"max_bytes = {max_bytes}, needed: {allocated} for window_pages = {window_pages} of "
+                f"{window_bytes} bytes, int2_pages = {max(int2_pages, 1)} of {int2_bytes} bytes and the two "
+                "reserved pages"
             )
         self.configs = list(configs)
         self.rotations = [
@@ -102,7 +107,7 @@ class SequencePool:
         ]
         self.model_id = model_id
         self.max_length = max_length
-        self.rotation_digest = digest_rotations(self.rotations)
+        self._identity = pool_identity(model_id, digest_rotations(self.rotations), self.configs, grid_tokens)
         self.pages = PagePool(
             config,
             int2_pages=int2_pages,
@@ -117,14 +122,25 @@ class SequencePool:
             ]
         self._device = device
         self._step: Step | None = None
+        self._lost: list[int] = []  # layers whose arrays an unfinished step has taken with it
 
     # ---------------------------------------------------------------- sequences
 
     def create(
-        self, prompt: Sequence[int] | None = None, *, reuse: str | None = "exact", generated: bool = False
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        reuse: str | None = "exact",
+        generated: bool = False,
+        salt: bytes = b"",
     ) -> int:
-        """A new sequence holding what is stored of its prompt (`PagePool.find_prefix`), else empty."""
-        return self.pages.create(prompt, reuse=reuse, generated=generated)
+        """A new sequence holding what is stored of its prompt (`PagePool.find_prefix`), else empty.
+
+        Sequences share pages with those of the same `salt` only: give one to every adapter, image or tenant
+        whose keys and values, or whose secrets, are its own.
+        """
+        self._require_arrays()
+        return self.pages.create(prompt, reuse=reuse, generated=generated, salt=salt)
 
     def length(self, sequence: int) -> int:
         """Tokens stored."""
@@ -158,19 +174,15 @@ class SequencePool:
 
     def view(self, sequences: Sequence[int | None]) -> list[LayerCache]:
         """Views of every layer for reading the sequences, in this order; not for appending."""
-        rows = [None if s is None else self.pages.state(s) for s in sequences]
-        return self._views(
-            [
-                [0] * self.max_pages if s is None else self.pages.page_row(s, self.max_pages)
-                for s in sequences
-            ],
-            [
-                [0] * self.pages.config.window_slots if s is None else self.pages.window_row(s)
-                for s in sequences
-            ],
-            [0 if row is None else row.length for row in rows],
-            [0 if row is None else len(row.int2_pages) for row in rows],
-        )
+        self._require_arrays()
+        tables = _Tables(len(sequences), self.max_pages, self.pages.config.window_slots)
+        for i, sequence in enumerate(sequences):
+            if sequence is not None:
+                state = self.pages.usable(sequence)
+                tables.set(
+                    i, state.int2_pages, self.pages.window_row(sequence), state.length, len(state.int2_pages)
+                )
+        return self._views(tables)
 
     def begin(
         self,
@@ -203,24 +215,11 @@ class SequencePool:
             [sizes[i] for i, _ in live],
             None if tokens is None else [tokens[i] for i, _ in live],
         )
-        page_rows = [[0] * self.max_pages for _ in sequences]
-        window_rows = [[0] * self.pages.config.window_slots for _ in sequences]
-        lengths, history = [0] * len(sequences), [0] * len(sequences)
-        for (i, sequence), row in zip(live, plan.rows):
-            state = self.pages.state(sequence)
-            pages = state.int2_pages + row.int2_pages
-            page_rows[i][: len(pages)] = pages
-            window_rows[i] = row.window_row
-            lengths[i], history[i] = state.length, len(state.int2_pages)
-        self._copy_window_pages(plan.copies)
-        padded = None
-        if tokens is not None:
-            longest = max([1, *sizes])
-            padded = self._array([[*row, *[0] * (longest - len(row))] for row in tokens])
-        new_lengths = self._array(sizes)
-        caches = self._views(page_rows, window_rows, lengths, history)
-        after = [length + size for length, size in zip(lengths, sizes)]
-        self._step = Step(caches, new_lengths, padded, after, plan)
+        try:
+            self._step = self._make_step(sequences, sizes, tokens, plan)
+        except BaseException:
+            self.pages.abort_append(plan, untouched=True)
+            raise
         return self._step
 
     def finish(self, step: Step, caches: Sequence[LayerCache]) -> None:
@@ -231,21 +230,23 @@ class SequencePool:
         self._check_step(step)
         if len(caches) != len(self._layers):
             raise ShapeError(f"{len(caches)} layer caches, the model has {len(self._layers)} layers")
+        self._adopt(caches)  # first: views that were donated can be aborted then, too
         for i, lengths in enumerate(jax.device_get([cache.lengths for cache in caches])):
             if lengths.tolist() != step.lengths:
                 raise ShapeError(f"layer {i} holds {lengths.tolist()} tokens, expected {step.lengths}")
-        self._adopt(caches)
         self.pages.finish_append(step.plan)
         self._step = None
 
-    def abort(self, step: Step) -> None:
-        """Drops a step before the model has written to any layer; the sequences are as before.
+    def abort(self, step: Step | None = None, *, untouched: bool = False) -> None:
+        """Drops a step, the one in progress by default; its sequences are as before, also after a failure.
 
-        Too late once the views were donated to a compiled function.
+        In a pool without pages to spare, rows written by the model may have replaced rows that a sequence
+        still needs: that sequence can only be freed then, unless `untouched` promises that no layer was
+        written. In JAX a step that donated its views takes the arrays with it: PageStateError, and the pool
+        is of no use any more.
         """
-        self._check_step(step)
-        self.pages.abort_append(step.plan)
-        self._step = None
+        self._roll_back(self._check_step(step), untouched)
+        self._require_arrays()
 
     def append(
         self,
@@ -259,15 +260,16 @@ class SequencePool:
     ) -> None:
         """Appends given rows without a model: per layer bf16 [B, T, K, D], padded rows beyond the counts."""
         step = self.begin(sequences, tokens=tokens, counts=counts)
+        caches, written = list(step.caches), 0
         try:
             self._check_rows(step, keys, values)
-        except OscarError:
-            self.abort(step)
+            for i, (rotation, key, value) in enumerate(zip(self.rotations, keys, values)):
+                caches[i] = append_layer(caches[i], rotation, key, value, step.new_lengths, implementation)
+                written = i + 1
+        except BaseException:
+            self._adopt(caches)  # views of written layers were donated
+            self._roll_back(step, untouched=not written)
             raise
-        caches = [
-            append_layer(cache, rotation, key, value, step.new_lengths, implementation)
-            for cache, rotation, key, value in zip(step.caches, self.rotations, keys, values)
-        ]
         self.finish(step, caches)
 
     # ---------------------------------------------------------------- reading
@@ -281,7 +283,7 @@ class SequencePool:
 
         window_key, window_value bf16 [w, K, 64, D] in the order of tokens; rows past the length are zero.
         """
-        state = self.pages.state(sequence)
+        state = self.pages.usable(sequence)
         cache = self._layers[layer]
         window = [state.window_pages[p] for p in sorted(state.window_pages)]
         arrays = {name: _gather_pages(getattr(cache, name), state.int2_pages) for name in fmt.INT2_ARRAYS}
@@ -294,74 +296,103 @@ class SequencePool:
 
     # ---------------------------------------------------------------- snapshots
 
-    def snapshot(self, sequence: int, path: str | os.PathLike) -> None:
-        """Writes a sequence to a safetensors file that `restore` reads back, in either package."""
+    def snapshot(self, sequence: int, path: str | os.PathLike[str]) -> None:
+        """Writes a sequence and its salt to a safetensors file that `restore` of either package reads."""
         self._require_no_step()
-        state = self.pages.state(sequence)
-        tensors = {"tokens": np.array(state.tokens, dtype=np.int64)}
-        for layer in range(len(self._layers)):
-            for name, array in self.sequence_arrays(sequence, layer).items():
-                tensors[f"layers.{layer}.{name}"] = array
-        metadata = self._identity() | {
-            "length": str(state.length),
-            "forced_pages": str(state.forced_pages),
-            "grid_length": str(state.grid_length),
-        }
-        with replacing_file(path) as partial:
-            save_file(tensors, partial, metadata)
+        state = self.pages.usable(sequence)
+        layers = [self.sequence_arrays(sequence, layer) for layer in range(len(self._layers))]
+        write_snapshot(path, self._identity, state, layers)
 
-    def restore(self, path: str | os.PathLike) -> int:
+    def restore(self, path: str | os.PathLike[str]) -> int:
         """The sequence of a snapshot, on pages of its own; the rest of this pool is untouched.
 
         Raises CheckpointError if the file is damaged or belongs to another model, rotation set, geometry or
         format; CacheFullError if it does not fit.
         """
         self._require_no_step()
-        metadata, tensors = _read_snapshot(path)
-        for name, expected in self._identity().items():
-            if metadata.get(name) != expected:
-                raise CheckpointError(f"{path}: {name} is {metadata.get(name)!r}, this pool has {expected!r}")
-        try:
-            length, forced, grid = (int(metadata[k]) for k in ("length", "forced_pages", "grid_length"))
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: metadata is incomplete: {error}") from None
-        if length > self.max_length:
-            raise CacheFullError(f"{path} holds {length} tokens, max_length = {self.max_length}")
-        history = max(forced, self.pages.config.history_pages(length))
-        window = -(-length // fmt.PAGE_TOKENS) - history
-        self._check_snapshot(path, tensors, history, window)
+        saved = read_snapshot(path, self._identity, self.configs)
+        if saved.length > self.max_length:
+            raise CacheFullError(f"{path} holds {saved.length} tokens, max_length = {self.max_length}")
+        if saved.forced_pages > self.max_pages:
+            raise CacheFullError(
+                f"{path} holds {saved.forced_pages} INT2 pages, max_length = {self.max_length} has "
+                f"{self.max_pages}"
+            )
         try:
             sequence = self.pages.import_sequence(
-                length, forced_pages=forced, grid_length=grid, tokens=tensors["tokens"].tolist()
+                saved.length,
+                forced_pages=saved.forced_pages,
+                grid_length=saved.grid_length,
+                tokens=saved.tokens,
+                salt=saved.salt,
             )
         except ConfigError as error:
             raise CheckpointError(f"{path}: {error}") from None
         state = self.pages.state(sequence)
-        for i, cache in enumerate(self._layers):
-            arrays = {name: tensors[f"layers.{i}.{name}"] for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)}
-            held = [state.window_pages[page] for page in sorted(state.window_pages)]
+        held = [state.window_pages[page] for page in sorted(state.window_pages)]
+        for i, (cache, arrays) in enumerate(zip(self._layers, saved.layers)):
             self._layers[i] = _write_pages(cache, state.int2_pages, held, arrays)
         return sequence
 
     # ---------------------------------------------------------------- inside
 
-    def _views(
-        self, page_rows: list[list[int]], window_rows: list[list[int]], lengths: list[int], history: list[int]
-    ) -> list[LayerCache]:
+    def _make_step(
+        self,
+        sequences: Sequence[int | None],
+        sizes: list[int],
+        tokens: Sequence[Sequence[int]] | None,
+        plan: AppendPlan,
+    ) -> Step:
+        tables = self._step_tables(sequences, plan)
+        self._copy_window_pages(plan.copies)
+        padded = None if tokens is None else self._array(_padded(tokens))
+        new_lengths = self._array(np.array(sizes, np.int32))
+        after = [length + size for length, size in zip(tables.lengths.tolist(), sizes)]
+        return Step(self._views(tables), new_lengths, padded, after, plan)
+
+    def _step_tables(self, sequences: Sequence[int | None], plan: AppendPlan) -> "_Tables":
+        tables = _Tables(len(sequences), self.max_pages, self.pages.config.window_slots)
+        rows = iter(plan.rows)
+        for i, sequence in enumerate(sequences):
+            if sequence is not None:
+                state, row = self.pages.state(sequence), next(rows)
+                pages = state.int2_pages + row.int2_pages
+                tables.set(i, pages, row.window_row, state.length, len(state.int2_pages))
+        return tables
+
+    def _views(self, tables: "_Tables") -> list[LayerCache]:
         # Every layer gets tables of its own: a compiled step may donate its view.
+        host = (tables.page_table, tables.window_table, tables.lengths, tables.history_pages)
+        placed = _copies(jax.device_put(host, self._device), len(self._layers))
         return [
             dataclasses.replace(
-                cache,
-                page_table=self._array(page_rows),
-                window_table=self._array(window_rows),
-                lengths=self._array(lengths),
-                history_pages=self._array(history),
+                cache, page_table=pages, window_table=window, lengths=lengths, history_pages=history
             )
-            for cache in self._layers
+            for cache, (pages, window, lengths, history) in zip(self._layers, placed)
         ]
 
-    def _array(self, values: list) -> jax.Array:
-        return jnp.array(np.array(values, dtype=np.int32), device=self._device)
+    def _array(self, values: np.ndarray) -> jax.Array:
+        return jax.device_put(values, self._device, may_alias=False)
+
+    def _roll_back(self, step: Step, untouched: bool) -> None:
+        names = (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)
+        layers = zip(self._layers, step.caches)
+        if all(getattr(layer, name) is getattr(view, name) for layer, view in layers for name in names):
+            untouched = True  # what the model made of the views was never taken back
+        self._lost = [
+            i
+            for i, layer in enumerate(self._layers)
+            if any(getattr(layer, name).is_deleted() for name in names)
+        ]
+        self.pages.abort_append(step.plan, untouched=untouched)
+        self._step = None
+
+    def _require_arrays(self) -> None:
+        if self._lost:
+            raise PageStateError(
+                f"the arrays of layers {self._lost} were donated to a step that was not finished, and are "
+                "lost: make a new SequencePool, restore snapshots, create the other sequences again"
+            )
 
     def _adopt(self, caches: Sequence[LayerCache]) -> None:
         names = (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)
@@ -397,48 +428,49 @@ class SequencePool:
 
     def _require_no_step(self) -> None:
         if self._step is not None:
-            raise PageStateError("the last step was neither finished nor aborted")
+            raise PageStateError(
+                "the last step was neither finished nor aborted: call finish(step, caches), or abort() if "
+                "the model failed"
+            )
+        self._require_arrays()
 
-    def _check_step(self, step: Step) -> None:
-        if step is not self._step:
+    def _check_step(self, step: Step | None) -> Step:
+        if self._step is None or (step is not None and step is not self._step):
             raise PageStateError("this step is not the one in progress")
+        return self._step
 
-    def _identity(self) -> dict[str, str]:
-        """What a snapshot must agree with, field by field."""
-        geometry = [[c.num_key_value_heads, c.head_dim] for c in self.configs]
-        return {
-            "format": fmt.format_id(),
-            "kind": f"{SNAPSHOT_KIND}/{SNAPSHOT_VERSION}",
-            "model_id": self.model_id,
-            "rotation_digest": self.rotation_digest,
-            "layers": json.dumps(geometry),
-            "sink_tokens": str(self.pages.config.sink_tokens),
-            "recent_tokens": str(self.pages.config.recent_tokens),
-            "grid_tokens": str(self.pages.grid_tokens),
-        }
 
-    def _check_snapshot(self, path: Any, tensors: dict[str, np.ndarray], history: int, window: int) -> None:
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for i, config in enumerate(self.configs):
-            heads, head_dim = config.num_key_value_heads, config.head_dim
-            shapes = fmt.int2_array_shapes(history, heads, head_dim)
-            shapes |= fmt.window_array_shapes(window, heads, head_dim)
-            dtypes = fmt.INT2_ARRAYS | fmt.WINDOW_ARRAYS
-            expected |= {f"layers.{i}.{name}": (dtypes[name], shape) for name, shape in shapes.items()}
-        if set(tensors) != {"tokens", *expected}:
-            odd = sorted(set(tensors) ^ {"tokens", *expected})[0]
-            raise CheckpointError(f"{path}: tensor {odd!r} is missing or unknown")
-        for name, (dtype, shape) in expected.items():
-            found = (str(tensors[name].dtype), tuple(tensors[name].shape))
-            if found != (dtype, shape):
-                raise CheckpointError(f"{path}: {name} is {found}, expected {(dtype, shape)}")
-        if tensors["tokens"].ndim != 1 or tensors["tokens"].dtype != np.int64:
-            raise CheckpointError(f"{path}: tokens must be int64 [n]")
+@dataclasses.dataclass
+class _Tables:
+    """Tables of one batch on the host, shared by all layers: int32 [B, ...], padding rows are zeros."""
+
+    page_table: np.ndarray
+    window_table: np.ndarray
+    lengths: np.ndarray
+    history_pages: np.ndarray
+
+    def __init__(self, batch: int, max_pages: int, window_slots: int) -> None:
+        self.page_table = np.zeros((batch, max_pages), np.int32)
+        self.window_table = np.zeros((batch, window_slots), np.int32)
+        self.lengths, self.history_pages = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+
+    def set(self, row: int, pages: list[int], window_row: list[int], length: int, history: int) -> None:
+        self.page_table[row, : len(pages)] = pages
+        self.window_table[row] = window_row
+        self.lengths[row], self.history_pages[row] = length, history
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 [B, T], padded with 0 to the longest row, at least one column."""
+    rows = np.zeros((len(tokens), max([1, *map(len, tokens)])), np.int32)
+    for row, given in zip(rows, tokens):
+        row[: len(given)] = given
+    return rows
 
 
 def append_layer(
     cache: LayerCache,
-    rotation: Any,
+    rotation: LayerRotation,
     key: jax.Array,
     value: jax.Array,
     new_lengths: jax.Array,
@@ -454,7 +486,7 @@ def append_layer(
 _append_compiled = jax.jit(append_rows, static_argnames="implementation", donate_argnums=0)
 
 
-def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[Any]) -> CacheConfig:
+def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[LayerRotation]) -> CacheConfig:
     """The first layer's config; raises ConfigError unless one page table can serve all layers."""
     if not configs or len(configs) != len(rotations):
         raise ConfigError(
@@ -476,6 +508,11 @@ def _write_pages(
             if pages:
                 written[name] = _scatter(store, np.array(pages, dtype=np.int32), arrays[name])
     return dataclasses.replace(cache, **written)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _copies(tables: tuple[jax.Array, ...], count: int) -> list[tuple[jax.Array, ...]]:
+    return [tuple(jnp.copy(table) for table in tables) for _ in range(count)]
 
 
 def _rounded(count: int) -> int:

@@ -17,6 +17,12 @@ needed: then the page unused for the longest time is evicted. `reuse="exact"` re
 *whole* state (sink, INT2 and recent BF16 pages) is still there, computed on the same chunk grid: nothing
 that follows can tell a shared run from an unshared one. `reuse="quantized"` also resumes behind INT2 pages
 alone. That saves more work, but the tokens computed next see as INT2 what they would have seen as BF16.
+The chain of hashes begins with a `salt`: where the same tokens have other keys and values (another adapter,
+other images), or must not be found at all (another tenant), another salt keeps the pages apart.
+
+Interrupted appends. `abort_append` restores every sequence, also when rows were written: they lie beyond the
+lengths, or on pages of their own. Only a pool without a page to spare writes over BF16 rows that are about to
+be quantized; then an abort leaves a damaged sequence that can be freed and nothing else.
 """
 
 import dataclasses
@@ -72,7 +78,7 @@ class PagePool:
         self.reused_tokens = 0
         self._sequences: dict[int, SequenceState] = {}
         self._next_sequence = 0
-        self._root = hashlib.blake2b(salt, digest_size=16).digest()
+        self._salt = salt
         self._plans: list[AppendPlan] = []
 
     # ---------------------------------------------------------------- reading
@@ -98,12 +104,16 @@ class PagePool:
             raise PageStateError(f"sequence {sequence} does not exist; it was freed or never created")
         return self._sequences[sequence]
 
-    def page_row(self, sequence: int, max_pages: int) -> list[int]:
-        """The sequence's row of the page table, padded with page 0."""
-        pages = self.state(sequence).int2_pages
-        if len(pages) > max_pages:
-            raise ShapeError(f"sequence {sequence} has {len(pages)} INT2 pages, the table holds {max_pages}")
-        return pages + [0] * (max_pages - len(pages))
+    def usable(self, sequence: int, *, damaged: bool = False) -> SequenceState:
+        """`state`, or PageStateError in an unfinished append, or if it is damaged unless `damaged` allows."""
+        state = self.state(sequence)
+        if state.busy:
+            raise PageStateError(f"sequence {sequence} has an unfinished append: finish or abort it")
+        if state.damaged and not damaged:
+            raise PageStateError(
+                f"sequence {sequence} lost BF16 rows in an aborted append: free it and create it again"
+            )
+        return state
 
     def window_row(self, sequence: int) -> list[int]:
         """The sequence's row of the window table, padded with page 0."""
@@ -168,14 +178,22 @@ class PagePool:
     # ---------------------------------------------------------------- sequences
 
     def create(
-        self, prompt: Sequence[int] | None = None, *, reuse: str | None = "exact", generated: bool = False
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        reuse: str | None = "exact",
+        generated: bool = False,
+        salt: bytes = b"",
     ) -> int:
         """A new sequence, already holding what `find_prefix` finds of its prompt; else it is empty.
 
-        The caller computes and appends the prompt from `state(sequence).length` on.
+        The caller computes and appends the prompt from `state(sequence).length` on. Only sequences of the
+        same salt ever find pages of this one.
         """
-        prefix = None if prompt is None else self.find_prefix(prompt, reuse=reuse, generated=generated)
-        state = SequenceState()
+        self._root(salt)  # refuses what is no salt
+        options = {"reuse": reuse, "generated": generated, "salt": salt}
+        prefix = None if prompt is None else self.find_prefix(prompt, **options)
+        state = SequenceState(salt=salt)
         if prefix is not None and prompt is not None:
             for page in prefix.int2_pages:
                 self.int2.retain(page)
@@ -195,7 +213,13 @@ class PagePool:
         return self._register(state)
 
     def import_sequence(
-        self, length: int, *, forced_pages: int = 0, grid_length: int = 0, tokens: Sequence[int] = ()
+        self,
+        length: int,
+        *,
+        forced_pages: int = 0,
+        grid_length: int = 0,
+        tokens: Sequence[int] = (),
+        salt: bytes = b"",
     ) -> int:
         """A sequence of `length` tokens on fresh pages that the caller fills; raises CacheFullError."""
         history = max(forced_pages, self.config.history_pages(length))
@@ -207,9 +231,10 @@ class PagePool:
             )
         if forced_pages and self.config.sink_tokens + forced_pages * PAGE_TOKENS > length:
             raise ConfigError(f"{forced_pages} INT2 pages do not fit into {length} tokens")
+        self._root(salt)  # refuses what is no salt
         held = [*range(sinks), *range(self.config.sink_pages + history, _pages(length))]
         self._require(history, len(held))
-        state = SequenceState(length=length, forced_pages=forced_pages, grid_length=grid_length)
+        state = SequenceState(length, forced_pages, grid_length, salt=salt)
         state.int2_pages = [self._allocate(self.int2) for _ in range(history)]
         state.window_pages = {page: self._allocate(self.window) for page in held}
         state.tokens = array("q", tokens)
@@ -219,7 +244,7 @@ class PagePool:
 
     def fork(self, sequence: int) -> int:
         """A second sequence of the same content; every page is shared until one of the two writes to it."""
-        source = self._idle(sequence)
+        source = self.usable(sequence)
         for page in source.int2_pages:
             self.int2.retain(page)
         for page in source.window_pages.values():
@@ -236,7 +261,7 @@ class PagePool:
 
     def free(self, sequence: int) -> None:
         """Ends a sequence; its findable pages are kept for reuse until their space is needed."""
-        state = self._idle(sequence)
+        state = self.usable(sequence, damaged=True)
         del self._sequences[sequence]
         # The last pages first: they are then evicted before the pages without which they cannot be found.
         for token_page in sorted(state.window_pages, reverse=True):
@@ -252,7 +277,7 @@ class PagePool:
         more of them than its length asks for), and a cut inside an INT2 page falls back to that page's
         beginning: append the missing 1..63 tokens again.
         """
-        state = self._idle(sequence)
+        state = self.usable(sequence)
         if not 0 <= length <= state.length:
             raise ShapeError(f"length = {length}, allowed: 0..{state.length}")
         sink = self.config.sink_tokens
@@ -309,7 +334,7 @@ class PagePool:
         if any(not 0 <= source < len(sequences) for source in sources):
             raise ShapeError(f"sources = {list(sources)}, allowed: 0..{len(sequences) - 1}")
         for sequence in sequences:
-            self._idle(sequence)
+            self.usable(sequence)
         result = []
         used: set[int] = set()
         for source in sources:
@@ -345,7 +370,7 @@ class PagePool:
         for count, given in zip(counts, token_lists):
             if count < 0 or (given is not None and len(given) != count):
                 raise ShapeError(f"count = {count} with {None if given is None else len(given)} tokens")
-        states = [self._idle(sequence) for sequence in sequences]
+        states = [self.usable(sequence) for sequence in sequences]
 
         # Decide before touching anything. A target of None stands for a page still to be allocated.
         int2_need = []
@@ -372,7 +397,8 @@ class PagePool:
             choices.append(written)
         self._require(sum(int2_need), window_need)
 
-        # Overwriting a findable page would lose it for others: copy it first while there is room to spare.
+        # Overwriting a findable page would lose it for others, and overwriting one whose rows the sequence
+        # still holds would make the append final: copy them first while there is room to spare.
         spare = min(
             self.window.capacity - self.window.live - window_need,
             (self.max_bytes - self.live_bytes - sum(int2_need) * self.int2.page_bytes)
@@ -391,17 +417,17 @@ class PagePool:
             row = SequenceAppend(
                 sequence, count, None if given is None else array("q", given), [], target, [], [], []
             )
-            overwritten = []
             for token_page, physical, must_copy in written:
-                if physical is not None and not must_copy and self.window.key(physical):
+                departs = physical is not None and token_page not in state.window_pages
+                if physical is not None and not must_copy and (departs or self.window.key(physical)):
                     if spare > 0:
                         spare -= 1
                         must_copy = True
                     else:
                         self.window.withdraw(physical)
+                        row.overwritten |= departs
                 if physical is not None and not must_copy:
                     target[token_page] = physical
-                    overwritten.append(physical)
                     continue
                 fresh = self._allocate(self.window)
                 row.allocated.append(fresh)
@@ -444,10 +470,14 @@ class PagePool:
             for page in row.released:
                 self.window.release(page)
 
-    def abort_append(self, plan: AppendPlan) -> None:
-        """Gives the pages of a planned append back; the sequences are as before, if no row was written."""
+    def abort_append(self, plan: AppendPlan, *, untouched: bool = False) -> None:
+        """Gives the pages of a planned append back; the sequences are as before, whatever rows were written.
+
+        Sequences of `overwritten` rows are damaged then, unless no row was written at all: `untouched`.
+        """
         self._close(plan)
         for row in plan.rows:
+            self._sequences[row.sequence].damaged |= row.overwritten and not untouched
             for page in row.allocated:
                 self.window.release(page)
             for page in row.int2_pages:
@@ -456,21 +486,26 @@ class PagePool:
     # ---------------------------------------------------------------- prefix lookup
 
     def find_prefix(
-        self, prompt: Sequence[int], *, reuse: str | None = "exact", generated: bool = False
+        self,
+        prompt: Sequence[int],
+        *,
+        reuse: str | None = "exact",
+        generated: bool = False,
+        salt: bytes = b"",
     ) -> Prefix | None:
         """The longest stored beginning of a prompt that a new sequence can start from, or None.
 
         At least one token is left to compute. "exact": the whole state at a multiple of `grid_tokens`,
         computed on the grid. "quantized": also sink and INT2 pages alone, as far as the prompt's own last
         recent tokens stay BF16. `generated` admits pages computed off the grid (generated tokens, odd
-        chunks):
-        continuing them equals continuing the sequence that wrote them, not recomputing the prompt.
+        chunks): continuing them equals continuing the sequence that wrote them, not recomputing the prompt.
+        Pages of another `salt` are not found.
         """
         if reuse not in REUSE:
             raise ConfigError(f"reuse = {reuse!r}, allowed: {REUSE}")
         if reuse is None or len(prompt) < 2:
             return None
-        int2, window = self._lookup(prompt, generated)
+        int2, window = self._lookup(prompt, generated, self._root(salt))
         step = PAGE_TOKENS if generated else self.grid_tokens
         sinks = self.config.sink_pages
         leading = next((i for i, page in enumerate(int2[sinks:]) if page is None), max(0, len(int2) - sinks))
@@ -490,11 +525,12 @@ class PagePool:
                 best = self._prefix(length, history, int2, window)
         return best
 
-    def _lookup(self, prompt: Sequence[int], generated: bool) -> tuple[list[int | None], list[int | None]]:
+    def _lookup(
+        self, prompt: Sequence[int], generated: bool, parent: bytes
+    ) -> tuple[list[int | None], list[int | None]]:
         """INT2 and window page of every leading token page of the prompt that is stored at all."""
         int2: list[int | None] = []
         window: list[int | None] = []
-        parent = self._root
         for start in range(0, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
             parent = _chain(parent, array("q", prompt[start : start + PAGE_TOKENS]))
             quantized = self.int2.find((parent, True))
@@ -528,11 +564,12 @@ class PagePool:
         self._sequences[sequence] = state
         return sequence
 
-    def _idle(self, sequence: int) -> SequenceState:
-        state = self.state(sequence)
-        if state.busy:
-            raise PageStateError(f"sequence {sequence} has an unfinished append")
-        return state
+    def _root(self, salt: bytes) -> bytes:
+        """The hash before a sequence's first page. No chain of tokens can lead to the root of a salt."""
+        if not isinstance(salt, bytes):
+            raise ConfigError(f"salt = {salt!r}, allowed: bytes")
+        own = hashlib.blake2b(self._salt, digest_size=16).digest()
+        return hashlib.blake2b(own + salt, digest_size=16, person=b"salt").digest() if salt else own
 
     def _close(self, plan: AppendPlan) -> None:
         if not plan.open:
@@ -563,11 +600,15 @@ class PagePool:
     def _shortage(self, int2: int, window: int) -> str | None:
         for pages, need in ((self.int2, int2), (self.window, window)):
             if pages.live + need > pages.capacity:
-                return f"{need} more {pages.kind} pages needed, {pages.capacity - pages.live} can be had"
+                option = f"{pages.kind.lower()}_pages = {pages.capacity}"
+                return (
+                    f"{need} more {pages.kind} pages needed, {pages.capacity - pages.live} left of {option}"
+                )
         need_bytes = int2 * self.int2.page_bytes + window * self.window.page_bytes
         if self.live_bytes + need_bytes > self.max_bytes:
             return (
-                f"{need_bytes} more bytes needed, {self.max_bytes - self.live_bytes} of {self.max_bytes} left"
+                f"{need_bytes} more bytes needed, {self.max_bytes - self.live_bytes} left of "
+                f"max_bytes = {self.max_bytes}"
             )
         return None
 
@@ -590,7 +631,7 @@ class PagePool:
 
     def _extend_hashes(self, state: SequenceState) -> None:
         for page in range(len(state.hashes), len(state.tokens) // PAGE_TOKENS):
-            parent = state.hashes[-1] if state.hashes else self._root
+            parent = state.hashes[-1] if state.hashes else self._root(state.salt)
             start = page * PAGE_TOKENS
             state.hashes.append(_chain(parent, state.tokens[start : start + PAGE_TOKENS]))
 

@@ -11,30 +11,30 @@ back. A `None` in the list is a padding row: its table points at the reserved pa
     logits, caches = model(step.tokens, step.caches, step.new_lengths)
     pool.finish(step, caches)
 
+A step that fails between the two is dropped by `abort`, which restores every sequence of it.
+
 Sharing keeps results equal to the bit if a row's keys and values do not depend on who else is in the batch;
 that is up to the model and its shapes, not to the cache.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..cache import allocate_layer_cache, append_rows, check_rows, read_layer_cache
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
-from ..core.errors import CacheFullError, CheckpointError, ConfigError, OscarError, ShapeError
-from ..core.files import replacing_file
+from ..core.errors import CacheFullError, CheckpointError, ConfigError, ShapeError
 from ..core.page_allocator import PageStateError
 from ..core.page_pool import PagePool
 from ..core.page_records import AppendPlan, PoolStatistics
 from ..layer_cache import LayerCache
-from .snapshot import SNAPSHOT_KIND, SNAPSHOT_VERSION, _read_snapshot, digest_rotations
+from ..rotations.rotation import LayerRotation
+from .snapshot import digest_rotations, pool_identity, read_snapshot, write_snapshot
 
 
 @dataclasses.dataclass
@@ -65,7 +65,7 @@ class SequencePool:
     def __init__(
         self,
         configs: Sequence[CacheConfig],
-        rotations: Sequence[Any],
+        rotations: Sequence[LayerRotation],
         *,
         model_id: str,
         max_length: int,
@@ -77,6 +77,11 @@ class SequencePool:
         device: torch.device | str | None = None,
     ) -> None:
         config = check_layers(configs, rotations)
+        options = {"max_length": max_length, "max_sequences": max_sequences}
+        options |= {"int2_pages": int2_pages, "window_pages": window_pages}
+        for name, number in options.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} = {number}, allowed: >= 1")
         int2_bytes = sum(c.num_key_value_heads * fmt.int2_page_bytes(c.head_dim) for c in configs)
         window_bytes = sum(c.num_key_value_heads * fmt.window_page_bytes(c.head_dim) for c in configs)
         self.max_pages = max(1, config.history_pages(max_length))
@@ -87,17 +92,18 @@ class SequencePool:
             if max_bytes is not None:
                 left = max_bytes - (window_pages + 1) * window_bytes
                 int2_pages = min(int2_pages, left // int2_bytes - 1)
-        allocated = (int2_pages + 1) * int2_bytes + (window_pages + 1) * window_bytes
-        if int2_pages < 1 or (max_bytes is not None and allocated > max_bytes):
+        allocated = (max(int2_pages, 1) + 1) * int2_bytes + (window_pages + 1) * window_bytes
+        if max_bytes is not None and allocated > max_bytes:
             raise ConfigError(
-                f"max_bytes = {max_bytes} cannot hold {window_pages} window pages of {window_bytes} bytes, "
-                f"{max(int2_pages, 1)} INT2 pages of {int2_bytes} bytes and the two reserved pages"
+                f"max_bytes = {max_bytes}, needed: {allocated} for window_pages = {window_pages} of "
+                f"{window_bytes} bytes, int2_pages = {max(int2_pages, 1)} of {int2_bytes} bytes and the two "
+                "reserved pages"
             )
         self.configs = list(configs)
         self.rotations = [rotation.to(device or "cpu") for rotation in rotations]
         self.model_id = model_id
         self.max_length = max_length
-        self.rotation_digest = digest_rotations(self.rotations)
+        self._identity = pool_identity(model_id, digest_rotations(self.rotations), self.configs, grid_tokens)
         self.pages = PagePool(
             config,
             int2_pages=int2_pages,
@@ -114,10 +120,19 @@ class SequencePool:
     # ---------------------------------------------------------------- sequences
 
     def create(
-        self, prompt: Sequence[int] | None = None, *, reuse: str | None = "exact", generated: bool = False
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        reuse: str | None = "exact",
+        generated: bool = False,
+        salt: bytes = b"",
     ) -> int:
-        """A new sequence holding what is stored of its prompt (`PagePool.find_prefix`), else empty."""
-        return self.pages.create(prompt, reuse=reuse, generated=generated)
+        """A new sequence holding what is stored of its prompt (`PagePool.find_prefix`), else empty.
+
+        Sequences share pages with those of the same `salt` only: give one to every adapter, image or tenant
+        whose keys and values, or whose secrets, are its own.
+        """
+        return self.pages.create(prompt, reuse=reuse, generated=generated, salt=salt)
 
     def length(self, sequence: int) -> int:
         """Tokens stored."""
@@ -151,19 +166,14 @@ class SequencePool:
 
     def view(self, sequences: Sequence[int | None]) -> list[LayerCache]:
         """Views of every layer for reading the sequences, in this order; not for appending."""
-        rows = [None if s is None else self.pages.state(s) for s in sequences]
-        return self._views(
-            [
-                [0] * self.max_pages if s is None else self.pages.page_row(s, self.max_pages)
-                for s in sequences
-            ],
-            [
-                [0] * self.pages.config.window_slots if s is None else self.pages.window_row(s)
-                for s in sequences
-            ],
-            [0 if row is None else row.length for row in rows],
-            [0 if row is None else len(row.int2_pages) for row in rows],
-        )
+        tables = _Tables(len(sequences), self.max_pages, self.pages.config.window_slots)
+        for i, sequence in enumerate(sequences):
+            if sequence is not None:
+                state = self.pages.usable(sequence)
+                tables.set(
+                    i, state.int2_pages, self.pages.window_row(sequence), state.length, len(state.int2_pages)
+                )
+        return self._views(tables)
 
     def begin(
         self,
@@ -196,27 +206,11 @@ class SequencePool:
             [sizes[i] for i, _ in live],
             None if tokens is None else [tokens[i] for i, _ in live],
         )
-        page_rows = [[0] * self.max_pages for _ in sequences]
-        window_rows = [[0] * self.pages.config.window_slots for _ in sequences]
-        lengths, history = [0] * len(sequences), [0] * len(sequences)
-        for (i, sequence), row in zip(live, plan.rows):
-            state = self.pages.state(sequence)
-            pages = state.int2_pages + row.int2_pages
-            page_rows[i][: len(pages)] = pages
-            window_rows[i] = row.window_row
-            lengths[i], history[i] = state.length, len(state.int2_pages)
-        self._copy_window_pages(plan.copies)
-        device = self._layers[0].lengths.device
-        padded = None
-        if tokens is not None:
-            longest = max([1, *sizes])
-            padded = torch.tensor(
-                [[*row, *[0] * (longest - len(row))] for row in tokens], dtype=torch.int32, device=device
-            )
-        new_lengths = torch.tensor(sizes, dtype=torch.int32, device=device)
-        caches = self._views(page_rows, window_rows, lengths, history)
-        after = [length + size for length, size in zip(lengths, sizes)]
-        self._step = Step(caches, new_lengths, padded, after, plan)
+        try:
+            self._step = self._make_step(sequences, sizes, tokens, plan)
+        except BaseException:
+            self.pages.abort_append(plan, untouched=True)
+            raise
         return self._step
 
     def finish(self, step: Step, caches: Sequence[LayerCache]) -> None:
@@ -235,10 +229,14 @@ class SequencePool:
         self.pages.finish_append(step.plan)
         self._step = None
 
-    def abort(self, step: Step) -> None:
-        """Drops a step before the model has written to any layer; the sequences are as before."""
-        self._check_step(step)
-        self.pages.abort_append(step.plan)
+    def abort(self, step: Step | None = None, *, untouched: bool = False) -> None:
+        """Drops a step, the one in progress by default; its sequences are as before, also after a failure.
+
+        In a pool without pages to spare, rows written by the model may have replaced rows that a sequence
+        still needs: that sequence can only be freed then, unless `untouched` promises that no layer was
+        written.
+        """
+        self.pages.abort_append(self._check_step(step).plan, untouched=untouched)
         self._step = None
 
     def append(
@@ -253,16 +251,16 @@ class SequencePool:
     ) -> None:
         """Appends given rows without a model: per layer bf16 [B, T, K, D], padded rows beyond the counts."""
         step = self.begin(sequences, tokens=tokens, counts=counts)
+        untouched = True
         try:
             self._check_rows(step, keys, values)
-        except OscarError:
-            self.abort(step)
+            untouched = False
+            for cache, rotation, key, value in zip(step.caches, self.rotations, keys, values):
+                append_layer(cache, rotation, key, value, step.new_lengths, implementation)
+        except BaseException:
+            self.abort(step, untouched=untouched)
             raise
-        caches = [
-            append_layer(cache, rotation, key, value, step.new_lengths, implementation)
-            for cache, rotation, key, value in zip(step.caches, self.rotations, keys, values)
-        ]
-        self.finish(step, caches)
+        self.finish(step, step.caches)
 
     # ---------------------------------------------------------------- reading
 
@@ -275,7 +273,7 @@ class SequencePool:
 
         window_key, window_value bf16 [w, K, 64, D] in the order of tokens; rows past the length are zero.
         """
-        state = self.pages.state(sequence)
+        state = self.pages.usable(sequence)
         cache = self._layers[layer]
         device = cache.lengths.device
         int2 = torch.tensor(state.int2_pages, dtype=torch.int64, device=device)
@@ -291,71 +289,89 @@ class SequencePool:
 
     # ---------------------------------------------------------------- snapshots
 
-    def snapshot(self, sequence: int, path: str | os.PathLike) -> None:
-        """Writes a sequence to a safetensors file that `restore` reads back, in either package."""
+    def snapshot(self, sequence: int, path: str | os.PathLike[str]) -> None:
+        """Writes a sequence and its salt to a safetensors file that `restore` of either package reads."""
         self._require_no_step()
-        state = self.pages.state(sequence)
-        tensors = {"tokens": torch.tensor(state.tokens.tolist(), dtype=torch.int64)}
-        for layer in range(len(self._layers)):
-            for name, array in self.sequence_arrays(sequence, layer).items():
-                tensors[f"layers.{layer}.{name}"] = array.cpu().contiguous()
-        metadata = self._identity() | {
-            "length": str(state.length),
-            "forced_pages": str(state.forced_pages),
-            "grid_length": str(state.grid_length),
-        }
-        with replacing_file(path) as partial:
-            save_file(tensors, partial, metadata)
+        state = self.pages.usable(sequence)
+        layers = [self.sequence_arrays(sequence, layer) for layer in range(len(self._layers))]
+        write_snapshot(path, self._identity, state, layers)
 
-    def restore(self, path: str | os.PathLike) -> int:
+    def restore(self, path: str | os.PathLike[str]) -> int:
         """The sequence of a snapshot, on pages of its own; the rest of this pool is untouched.
 
         Raises CheckpointError if the file is damaged or belongs to another model, rotation set, geometry or
         format; CacheFullError if it does not fit.
         """
         self._require_no_step()
-        metadata, tensors = _read_snapshot(path)
-        for name, expected in self._identity().items():
-            if metadata.get(name) != expected:
-                raise CheckpointError(f"{path}: {name} is {metadata.get(name)!r}, this pool has {expected!r}")
-        try:
-            length, forced, grid = (int(metadata[k]) for k in ("length", "forced_pages", "grid_length"))
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: metadata is incomplete: {error}") from None
-        if length > self.max_length:
-            raise CacheFullError(f"{path} holds {length} tokens, max_length = {self.max_length}")
-        history = max(forced, self.pages.config.history_pages(length))
-        window = -(-length // fmt.PAGE_TOKENS) - history
-        self._check_snapshot(path, tensors, history, window)
+        saved = read_snapshot(path, self._identity, self.configs)
+        if saved.length > self.max_length:
+            raise CacheFullError(f"{path} holds {saved.length} tokens, max_length = {self.max_length}")
+        if saved.forced_pages > self.max_pages:
+            raise CacheFullError(
+                f"{path} holds {saved.forced_pages} INT2 pages, max_length = {self.max_length} has "
+                f"{self.max_pages}"
+            )
         try:
             sequence = self.pages.import_sequence(
-                length, forced_pages=forced, grid_length=grid, tokens=tensors["tokens"].tolist()
+                saved.length,
+                forced_pages=saved.forced_pages,
+                grid_length=saved.grid_length,
+                tokens=saved.tokens,
+                salt=saved.salt,
             )
         except ConfigError as error:
             raise CheckpointError(f"{path}: {error}") from None
         state = self.pages.state(sequence)
-        for i, cache in enumerate(self._layers):
-            arrays = {name: tensors[f"layers.{i}.{name}"] for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)}
-            held = [state.window_pages[page] for page in sorted(state.window_pages)]
+        held = [state.window_pages[page] for page in sorted(state.window_pages)]
+        for i, (cache, arrays) in enumerate(zip(self._layers, saved.layers)):
             self._layers[i] = _write_pages(cache, state.int2_pages, held, arrays)
         return sequence
 
     # ---------------------------------------------------------------- inside
 
-    def _views(
-        self, page_rows: list[list[int]], window_rows: list[list[int]], lengths: list[int], history: list[int]
-    ) -> list[LayerCache]:
-        device = self._layers[0].lengths.device
+    def _make_step(
+        self,
+        sequences: Sequence[int | None],
+        sizes: list[int],
+        tokens: Sequence[Sequence[int]] | None,
+        plan: AppendPlan,
+    ) -> Step:
+        tables = self._step_tables(sequences, plan)
+        self._copy_window_pages(plan.copies)
+        padded = None if tokens is None else self._tensor(_padded(tokens))
+        new_lengths = self._tensor(np.array(sizes, np.int32))
+        after = [length + size for length, size in zip(tables.lengths.tolist(), sizes)]
+        return Step(self._views(tables), new_lengths, padded, after, plan)
+
+    def _step_tables(self, sequences: Sequence[int | None], plan: AppendPlan) -> "_Tables":
+        tables = _Tables(len(sequences), self.max_pages, self.pages.config.window_slots)
+        rows = iter(plan.rows)
+        for i, sequence in enumerate(sequences):
+            if sequence is not None:
+                state, row = self.pages.state(sequence), next(rows)
+                pages = state.int2_pages + row.int2_pages
+                tables.set(i, pages, row.window_row, state.length, len(state.int2_pages))
+        return tables
+
+    def _views(self, tables: "_Tables") -> list[LayerCache]:
+        # Nothing writes to page tables, so all layers share one; appending counts lengths in place.
+        layers = (len(self._layers), 1)
+        page_table, window_table = self._tensor(tables.page_table), self._tensor(tables.window_table)
+        lengths = self._tensor(tables.lengths).repeat(layers)
+        history = self._tensor(tables.history_pages).repeat(layers)
         return [
             dataclasses.replace(
                 cache,
-                page_table=torch.tensor(page_rows, dtype=torch.int32, device=device),
-                window_table=torch.tensor(window_rows, dtype=torch.int32, device=device),
-                lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-                history_pages=torch.tensor(history, dtype=torch.int32, device=device),
+                page_table=page_table,
+                window_table=window_table,
+                lengths=lengths[i],
+                history_pages=history[i],
             )
-            for cache in self._layers
+            for i, cache in enumerate(self._layers)
         ]
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._layers[0].lengths.device)
 
     def _adopt(self, caches: Sequence[LayerCache]) -> None:
         for i, (layer, cache) in enumerate(zip(self._layers, caches)):
@@ -382,48 +398,48 @@ class SequencePool:
 
     def _require_no_step(self) -> None:
         if self._step is not None:
-            raise PageStateError("the last step was neither finished nor aborted")
+            raise PageStateError(
+                "the last step was neither finished nor aborted: call finish(step, caches), or abort() if "
+                "the model failed"
+            )
 
-    def _check_step(self, step: Step) -> None:
-        if step is not self._step:
+    def _check_step(self, step: Step | None) -> Step:
+        if self._step is None or (step is not None and step is not self._step):
             raise PageStateError("this step is not the one in progress")
+        return self._step
 
-    def _identity(self) -> dict[str, str]:
-        """What a snapshot must agree with, field by field."""
-        geometry = [[c.num_key_value_heads, c.head_dim] for c in self.configs]
-        return {
-            "format": fmt.format_id(),
-            "kind": f"{SNAPSHOT_KIND}/{SNAPSHOT_VERSION}",
-            "model_id": self.model_id,
-            "rotation_digest": self.rotation_digest,
-            "layers": json.dumps(geometry),
-            "sink_tokens": str(self.pages.config.sink_tokens),
-            "recent_tokens": str(self.pages.config.recent_tokens),
-            "grid_tokens": str(self.pages.grid_tokens),
-        }
 
-    def _check_snapshot(self, path: Any, tensors: dict[str, Tensor], history: int, window: int) -> None:
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for i, config in enumerate(self.configs):
-            heads, head_dim = config.num_key_value_heads, config.head_dim
-            shapes = fmt.int2_array_shapes(history, heads, head_dim)
-            shapes |= fmt.window_array_shapes(window, heads, head_dim)
-            dtypes = fmt.INT2_ARRAYS | fmt.WINDOW_ARRAYS
-            expected |= {f"layers.{i}.{name}": (dtypes[name], shape) for name, shape in shapes.items()}
-        if set(tensors) != {"tokens", *expected}:
-            odd = sorted(set(tensors) ^ {"tokens", *expected})[0]
-            raise CheckpointError(f"{path}: tensor {odd!r} is missing or unknown")
-        for name, (dtype, shape) in expected.items():
-            found = (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
-            if found != (dtype, shape):
-                raise CheckpointError(f"{path}: {name} is {found}, expected {(dtype, shape)}")
-        if tensors["tokens"].ndim != 1 or tensors["tokens"].dtype != torch.int64:
-            raise CheckpointError(f"{path}: tokens must be int64 [n]")
+@dataclasses.dataclass
+class _Tables:
+    """Tables of one batch on the host, shared by all layers: int32 [B, ...], padding rows are zeros."""
+
+    page_table: np.ndarray
+    window_table: np.ndarray
+    lengths: np.ndarray
+    history_pages: np.ndarray
+
+    def __init__(self, batch: int, max_pages: int, window_slots: int) -> None:
+        self.page_table = np.zeros((batch, max_pages), np.int32)
+        self.window_table = np.zeros((batch, window_slots), np.int32)
+        self.lengths, self.history_pages = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+
+    def set(self, row: int, pages: list[int], window_row: list[int], length: int, history: int) -> None:
+        self.page_table[row, : len(pages)] = pages
+        self.window_table[row] = window_row
+        self.lengths[row], self.history_pages[row] = length, history
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 [B, T], padded with 0 to the longest row, at least one column."""
+    rows = np.zeros((len(tokens), max([1, *map(len, tokens)])), np.int32)
+    for row, given in zip(rows, tokens):
+        row[: len(given)] = given
+    return rows
 
 
 def append_layer(
     cache: LayerCache,
-    rotation: Any,
+    rotation: LayerRotation,
     key: Tensor,
     value: Tensor,
     new_lengths: Tensor,
@@ -433,7 +449,7 @@ def append_layer(
     return append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
 
 
-def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[Any]) -> CacheConfig:
+def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[LayerRotation]) -> CacheConfig:
     """The first layer's config; raises ConfigError unless one page table can serve all layers."""
     if not configs or len(configs) != len(rotations):
         raise ConfigError(

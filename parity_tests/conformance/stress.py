@@ -4,12 +4,14 @@
 
 `Harness` drives one `SequencePool` and a model of it made of Python lists: per sequence the numbers of the
 rows it was given. What a page must contain follows from those numbers and `oracle.quantize_pages`. A row is
-a function of all tokens up to it, as in a causal model, so equal prefixes have equal rows. After every step
-the sequences it touched are compared and the pool is audited; every `AUDIT` operations every byte of every
-page of every sequence is. The pools are small, so that they are full most of the time.
+a function of all tokens up to it and of the sequence's salt, as in a causal model with adapters, so equal
+prefixes of one salt have equal rows, and a page found under another salt would be a difference. After every
+step the sequences it touched are compared and the pool is audited; every `AUDIT` operations every byte of
+every page of every sequence is. The pools are small, so that they are full most of the time.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import platform
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ AUDIT = 250
 BANK = 2048  # different rows
 BATCH = 4
 BUCKETS = (1, 64, 192)  # tokens per append, so that few shapes are compiled
+SALTS = (b"", b"adapter")
 INT2_FIELDS = {
     "key_codes": ("key", "words"),
     "value_codes": ("value", "words"),
@@ -71,6 +75,11 @@ class Expected:
     rows: list[int]
     hash: list[int]  # running hash after every token
     forced: int = 0
+    salt: bytes = b""
+
+
+class Interruption(BaseException):
+    """Stands for Ctrl-C in the middle of a forward."""
 
 
 class Harness:
@@ -118,24 +127,34 @@ class Harness:
 
     # ------------------------------------------------------------ operations
 
-    def create(self, prompt: list[int], reuse: str | None, generated: bool) -> int:
+    def create(self, prompt: list[int], reuse: str | None, generated: bool, salt: bytes = b"") -> int:
         """A sequence that resumes inside `prompt` if it can; the rest is appended by other operations."""
-        sequence = self.pool.create(prompt, reuse=reuse, generated=generated)
+        sequence = self.pool.create(prompt, reuse=reuse, generated=generated, salt=salt)
         state = self.pool.pages.state(sequence)
         formula = oracle.history_pages(state.length, self.world.sink_tokens, self.world.recent_tokens)
         history = len(state.int2_pages)
         borrowed = reuse == "quantized" and state.length == self.world.sink_tokens + PAGE * history
         assert history == formula or (borrowed and history > formula), "only quantized reuse bends the layout"
         assert state.length < max(1, len(prompt)), "a token is left to compute"
-        self.model[sequence] = expected = Expected([], [], [])
+        self.model[sequence] = expected = Expected([], [], [], salt=salt)
         self.extend(expected, prompt[: state.length])
         expected.forced = history if history > formula else 0
         self.counts["create, resumed" if state.length else "create, empty"] += 1
         self.compare([sequence])
         return sequence
 
-    def append(self, sequences: list[int | None], tokens: list[list[int]], known: bool = True) -> bool:
-        """Appends tokens to a batch in any order with padding rows; False if it does not fit."""
+    def append(
+        self,
+        sequences: list[int | None],
+        tokens: list[list[int]],
+        known: bool = True,
+        interrupt: int | None = None,
+    ) -> bool:
+        """Appends tokens to a batch in any order with padding rows; False if it does not fit.
+
+        `interrupt`: the layer at which the append is interrupted. The sequences then are as before, or, in a
+        pool without pages to spare, refused by name until they are freed.
+        """
         longest = max([1, *map(len, tokens)])
         bucket = next(size for size in BUCKETS if size >= longest)
         before = {s: (self.model[s], len(self.model[s].rows)) for s in sequences if s is not None}
@@ -152,11 +171,17 @@ class Harness:
                         batch[i, : len(new)] = bank[role][self.model[sequence].rows[-len(new) :]]
                 rows.append(self.framework.bfloat16(batch, self.device))
         statistics = self.pool.statistics()
+        given = {"tokens": tokens} if known else {"counts": [len(new) for new in tokens]}
         try:
-            if known:
-                self.pool.append(sequences, keys, values, tokens=tokens)
-            else:
-                self.pool.append(sequences, keys, values, counts=[len(new) for new in tokens])
+            with self.interrupted_at(interrupt):
+                self.pool.append(sequences, keys, values, **given)
+        except Interruption:
+            for expected, length in before.values():
+                self.cut(expected, length)
+            self.drop_damaged(list(before))
+            self.counts["append, interrupted"] += 1
+            self.compare([s for s in before if s in self.model], every_byte=True)
+            return True
         except self.errors.CacheFullError:
             for expected, length in before.values():
                 self.cut(expected, length)
@@ -169,13 +194,49 @@ class Harness:
         self.compare([s for s in sequences if s is not None])
         return True
 
-    def abort(self, sequence: int) -> None:
-        """Begins an append and drops it."""
+    @contextlib.contextmanager
+    def interrupted_at(self, layer: int | None) -> Iterator[None]:
+        """Lets the pool's append fail before it writes to `layer`; None: not at all."""
+        module = self.framework.module("serving.sequence_pool")
+        append_layer, layers = module.append_layer, iter(range(len(self.world.layers)))
+
+        def failing(*arguments: Any) -> Any:
+            if next(layers) == layer:
+                raise Interruption
+            return append_layer(*arguments)
+
+        module.append_layer = failing
         try:
-            step = self.pool.begin([sequence], counts=[1])
+            yield
+        finally:
+            module.append_layer = append_layer
+
+    def drop_damaged(self, sequences: list[int]) -> None:
+        """Frees sequences that an interruption has damaged; every other use of them is refused."""
+        for sequence in sequences:
+            if self.pool.pages.state(sequence).damaged:
+                for use in (
+                    self.pool.fork,
+                    lambda s: self.pool.view([s]),
+                    lambda s: self.pool.truncate(s, 0),
+                ):
+                    try:
+                        use(sequence)
+                    except self.page_errors.PageStateError as error:
+                        assert "free it" in str(error)
+                    else:
+                        raise AssertionError("a damaged sequence was used")
+                self.pool.free(sequence)
+                del self.model[sequence]
+                self.counts["append, damaged"] += 1
+
+    def abort(self, sequence: int, count: int = 1) -> None:
+        """Begins an append and drops it untouched."""
+        try:
+            step = self.pool.begin([sequence], counts=[count])
         except self.errors.CacheFullError:
             return
-        self.pool.abort(step)
+        self.pool.abort(step, untouched=True)
         self.counts["abort"] += 1
         self.compare([sequence])
 
@@ -227,7 +288,7 @@ class Harness:
             del self.model[sequence]
         for sequence, source in zip(result, sources):
             kept = old[source]
-            self.model[sequence] = Expected(list(kept.tokens), list(kept.rows), list(kept.hash), kept.forced)
+            self.model[sequence] = self.copy_of(kept)
         self.counts["reorder"] += 1
         self.compare(result)
 
@@ -254,7 +315,7 @@ class Harness:
 
     def extend(self, expected: Expected, tokens: list[int]) -> None:
         """Gives the model the rows of new tokens: each depends on all tokens up to it."""
-        value = expected.hash[-1] if expected.hash else 1
+        value = expected.hash[-1] if expected.hash else 1 + SALTS.index(expected.salt)
         for token in tokens:
             value = (value * 6364136223846793005 + token + 1442695040888963407) & (2**64 - 1)
             expected.tokens.append(token)
@@ -268,8 +329,11 @@ class Harness:
 
     def copy(self, sequence: int) -> Expected:
         """The model of a fork."""
-        e = self.model[sequence]
-        return Expected(list(e.tokens), list(e.rows), list(e.hash), e.forced)
+        return self.copy_of(self.model[sequence])
+
+    def copy_of(self, e: Expected) -> Expected:
+        """The same in lists of its own."""
+        return Expected(list(e.tokens), list(e.rows), list(e.hash), e.forced, e.salt)
 
     def history(self, expected: Expected) -> int:
         """INT2 pages that a sequence must have."""
@@ -394,7 +458,7 @@ class Driver:
         if not living or (choice < 0.10 and len(living) < 12):
             prompt = random_prompt(rng, h.world.max_length - 64)
             reuse = rng.choice(["exact", "exact", "quantized", None])
-            self.prompts[h.create(prompt, reuse, rng.random() < 0.3)] = prompt
+            self.prompts[h.create(prompt, reuse, rng.random() < 0.3, rng.choice(SALTS))] = prompt
         elif choice < 0.68:
             self.append(living)
         elif choice < 0.76 and len(living) < 14:
@@ -416,7 +480,9 @@ class Driver:
         elif choice < 0.985:
             h.snapshot(rng.choice(living))
         else:
-            h.abort(rng.choice(living))
+            sequence = rng.choice(living)
+            room = h.world.max_length - len(h.model[sequence].rows)
+            h.abort(sequence, min(room, rng.choice([1, 64, 192])))
 
     def append(self, living: list[int]) -> None:
         """A batch of one to four sequences in any order, padded to four rows."""
@@ -443,7 +509,9 @@ class Driver:
             count = min(count, 192, h.world.max_length - length)
             new = prompt[length : length + count] if follows else []
             tokens.append(new if follows else [rng.randrange(2) for _ in range(count)])
-        if not h.append(chosen, tokens, known=rng.random() < 0.97) and rng.random() < 0.7:
+        interrupt = rng.randrange(len(h.world.layers)) if rng.random() < 0.1 else None
+        fits = h.append(chosen, tokens, rng.random() < 0.97, interrupt)
+        if not fits and rng.random() < 0.7:
             h.free(rng.choice(living))
 
 

@@ -685,6 +685,176 @@ class TestLimits:
             pool([config(1, 1, 16)], [], model_id="", max_length=100)
 
 
+# ------------------------------------------------------------ tenants and adapters
+
+
+class TestSalts:
+    """Pages of equal tokens are shared within a salt and never across salts."""
+
+    NUMBERS = tuple(range(300))
+
+    def filled(self, framework: Framework, salt: bytes) -> tuple[Any, int]:
+        """A pool and a sequence in it that stored 300 tokens on the grid."""
+        pool = new_pool(framework)
+        sequence = pool.create(self.NUMBERS, salt=salt)
+        for start in range(0, 300, 64):
+            append(pool, framework, [sequence, None], [list(self.NUMBERS[start : start + 64]), []], 128)
+        return pool, sequence
+
+    @pytest.mark.parametrize("reuse", ["exact", "quantized"])
+    @pytest.mark.parametrize("generated", [False, True])
+    def test_pages_stay_within_a_salt(self, framework, reuse, generated):
+        """No way of reuse crosses a salt; the same salt still finds all that is stored."""
+        salts = [b"", b"adapter a", b"adapter b", b"\0", self.chain_of_a_page()]
+        for own in salts:
+            pool, _ = self.filled(framework, own)
+            for salt in salts:
+                found = pool.length(pool.create(self.NUMBERS, reuse=reuse, generated=generated, salt=salt))
+                assert found == (256 if salt == own else 0), f"{own!r} asked for by {salt!r}"
+
+    def chain_of_a_page(self) -> bytes:
+        """A salt made of what the hash chain reads: no tokens may lead from one salt to another."""
+        return np.arange(64, dtype=np.int64).tobytes()
+
+    def test_forks_and_what_they_append_keep_the_salt(self, framework):
+        """What a fork, a beam or a cut sequence stores is found under the salt of its parent only."""
+        pool, parent = self.filled(framework, b"a")
+        child = pool.fork(parent)
+        (child,) = pool.reorder([child], [0])
+        pool.truncate(child, 256)
+        longer = [*self.NUMBERS[:256], *range(1000, 1128)]
+        for start in (256, 320):
+            append(pool, framework, [child, None], [longer[start : start + 64], []], 128)
+        lengths = [pool.length(pool.create([*longer, 1], salt=salt)) for salt in (b"a", b"", b"b")]
+        assert lengths == [384, 0, 0]
+
+    def test_a_snapshot_keeps_the_salt(self, framework, tmp_path):
+        """A restored sequence is found by its own tenant only, in a new pool too."""
+        pool, sequence = self.filled(framework, b"tenant \xff")
+        pool.snapshot(sequence, tmp_path / "s")
+        other = new_pool(framework)
+        other.restore(tmp_path / "s")
+        assert other.pages.find_prefix(self.NUMBERS) is None
+        prefix = other.pages.find_prefix(self.NUMBERS, salt=b"tenant \xff")
+        assert prefix is not None and prefix.length == 256
+
+    @pytest.mark.parametrize("salt", ["adapter", None, 1])
+    def test_a_salt_is_bytes(self, framework, salt):
+        with pytest.raises(errors(framework).ConfigError, match="allowed: bytes"):
+            new_pool(framework).create(salt=salt)
+
+
+# ------------------------------------------------------------ interruptions
+
+
+class TestInterruptions:
+    """An exception between `begin` and `finish`: the pool says how to go on, and goes on exactly."""
+
+    PROMPT = list(range(20, 61)) * 12  # 492 tokens of the toy model
+
+    def run(self, framework: Framework, layer: int | None, width: int) -> list[int]:
+        """Greedy tokens; a forward is interrupted before `layer` attends, aborted, and done again."""
+        model = ToyModel(framework, new_pool(framework, grid_tokens=64))
+        pool, attend, calls = model.pool, model.attend, iter(range(10**6))
+        sequence = pool.create()
+        logits = model.run([sequence, None], [self.PROMPT[:460], []], 460)
+        if layer is not None:
+
+            def failing(*arguments: Any, **options: Any) -> Any:
+                if next(calls) == layer:
+                    raise KeyboardInterrupt
+                return attend(*arguments, **options)
+
+            before = stored(pool, framework, sequence)
+            model.attend = failing
+            with pytest.raises(KeyboardInterrupt):
+                model.run([sequence, None], [self.PROMPT[460 : 460 + width], []], width)
+            model.attend = attend
+            busy = page_errors(framework).PageStateError
+            for use in (
+                lambda: pool.begin([sequence], counts=[1]),
+                lambda: pool.fork(sequence),
+                lambda: pool.view([sequence]),
+                lambda: pool.snapshot(sequence, "never"),
+            ):
+                with pytest.raises(busy, match="abort"):
+                    use()
+            pool.abort()
+            pool.pages.check()
+            assert pool.length(sequence) == 460
+            assert_equal(before, stored(pool, framework, sequence))
+        logits = model.run([sequence, None], [self.PROMPT[460 : 460 + width], []], width)[0]
+        return model.generate(sequence, logits, 4)
+
+    @pytest.mark.parametrize("width", [1, 32])
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_an_interrupted_forward_is_aborted_exactly(self, framework, layer, width):
+        """A token or a chunk that quantizes a page, interrupted before and between layers."""
+        assert self.run(framework, layer, width) == self.run(framework, None, width)
+
+    def test_a_full_pool_damages_by_name(self, framework, monkeypatch):
+        """Without a page to spare, rows about to be quantized are written over: freed, nothing else."""
+        pool = new_pool(framework, window_pages=3, int2_pages=8)
+        first, other = pool.create(), pool.create()
+        append(pool, framework, [first, None], [list(range(192)), []], 192)
+        append(pool, framework, [other, None], [list(range(10)), []], 192)
+        kept = stored(pool, framework, first), stored(pool, framework, other)
+        pool.abort(pool.begin([first], counts=[128]), untouched=True)
+        assert_equal(kept[0], stored(pool, framework, first))
+        module, calls = framework.module("serving.sequence_pool"), iter(range(10))
+        append_layer = module.append_layer
+
+        def failing(*arguments: Any) -> Any:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return append_layer(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "append_layer", failing)
+            with pytest.raises(KeyboardInterrupt):
+                append(pool, framework, [first, None], [list(range(300, 428)), []], 192)
+        with pytest.raises(page_errors(framework).PageStateError, match="free it and create it again"):
+            pool.begin([first], counts=[1])
+        assert_equal(kept[1], stored(pool, framework, other))
+        pool.free(first)
+        pool.pages.check()
+        append(pool, framework, [other, None], [list(range(10, 150)), []], 192)
+        assert_oracle(pool, framework, other, list(range(150)))
+
+    def test_a_failure_inside_begin_leaves_no_step(self, framework, monkeypatch):
+        pool = new_pool(framework)
+        sequence = pool.create()
+        write(pool, framework, sequence, list(range(100)))
+        before = pool.statistics()
+
+        def failing(*arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_views", failing)
+            with pytest.raises(KeyboardInterrupt):
+                pool.begin([sequence], counts=[100])
+        assert pool.statistics().live_bytes == before.live_bytes
+        pool.pages.check()
+        pool.abort(pool.begin([sequence], counts=[100]))
+
+    def test_nothing_to_abort_is_refused(self, framework):
+        with pytest.raises(page_errors(framework).PageStateError, match="not the one in progress"):
+            new_pool(framework).abort()
+
+    def test_donated_views_of_a_failed_step_end_the_pool(self):
+        """JAX only: what a compiled step has taken cannot be given back, and the pool says so."""
+        jax = pytest.importorskip("jax")
+        framework = FRAMEWORKS["jax"]
+        pool = new_pool(framework)
+        step = pool.begin([pool.create()], counts=[1])
+        jax.jit(lambda caches: caches, donate_argnums=0)(step.caches)
+        busy = page_errors(framework).PageStateError
+        for use in (pool.abort, pool.create, lambda: pool.view([None]), lambda: pool.restore("never")):
+            with pytest.raises(busy, match=r"layers \[0, 1\] were donated.*new SequencePool"):
+                use()
+
+
 # ------------------------------------------------------------ documents
 
 
@@ -753,13 +923,14 @@ class Machine(RuleBasedStateMachine):
         tail=st.integers(0, 63),
         generated=st.booleans(),
         reuse=st.sampled_from(["exact", "quantized", None]),
+        salt=st.sampled_from(stress.SALTS),
     )
-    def create(self, blocks, tail, generated, reuse):
+    def create(self, blocks, tail, generated, reuse, salt):
         if len(self.harness.model) < 8:
             prompt = [7 * block + i for block in [*blocks, False] for i in range(64)][
                 : 64 * len(blocks) + tail
             ]
-            self.prompts[self.harness.create(prompt, reuse, generated)] = prompt
+            self.prompts[self.harness.create(prompt, reuse, generated, salt)] = prompt
 
     @rule(chosen=st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=4), data=st.data())
     def append(self, chosen, data):
@@ -773,7 +944,8 @@ class Machine(RuleBasedStateMachine):
             prompt = self.prompts.get(sequence, []) if sequence is not None else []
             new = prompt[length : length + count]
             tokens.append(new if new else [3] * count)
-        self.harness.append(batch, tokens, known=data.draw(st.integers(0, 9)) > 0)
+        interrupt = data.draw(st.sampled_from([None, None, None, 0, 1]))
+        self.harness.append(batch, tokens, known=data.draw(st.integers(0, 9)) > 0, interrupt=interrupt)
 
     @rule(index=st.integers(0, 7))
     def fork(self, index):
@@ -799,11 +971,12 @@ class Machine(RuleBasedStateMachine):
         if sequence is not None:
             self.harness.snapshot(sequence)
 
-    @rule(index=st.integers(0, 7))
-    def abort(self, index):
+    @rule(index=st.integers(0, 7), count=st.sampled_from([1, 64, 130]))
+    def abort(self, index, count):
         sequence = self.pick(index)
-        if sequence is not None and len(self.harness.model[sequence].rows) < self.harness.world.max_length:
-            self.harness.abort(sequence)
+        if sequence is not None:
+            room = self.harness.world.max_length - len(self.harness.model[sequence].rows)
+            self.harness.abort(sequence, min(count, room))
 
     @rule(sources=st.lists(st.integers(0, 2), min_size=1, max_size=4))
     def reorder(self, sources):
@@ -834,7 +1007,8 @@ def test_every_kind_of_operation_is_in_the_stress_test():
         driver.step()
     harness.end()
     assert set(harness.counts) >= {
-        "abort", "append, chunk", "append, one token", "append, refused", "create, empty", "create, resumed",
+        "abort", "append, chunk", "append, interrupted", "append, one token",
+        "append, refused", "create, empty", "create, resumed",
         "fork", "free", "reorder", "truncate, exact", "truncate, quantized kept", "truncate, refused",
     }  # fmt: skip
     assert isinstance(harness.counts, Counter)
