@@ -5,10 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ..launch import tensors
-from ..quantize.gluon import PLANS, _center_tile, _everywhere, _role_memory, _store_page, _tile_offsets
+from ..launch.tensors import check_hopper
+from ..quantize.gluon import PLANS
+from ..quantize.gluon_page import center_tile, everywhere, role_memory, store_page, tile_offsets
 from ..quantize.steps import PAGE
-from . import triton as plain_append
+from . import triton as plain
 
 
 @gluon.jit
@@ -17,22 +18,22 @@ def _flush_page(
     codes_ptr, scale_ptr, IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Quantizes one window page of one head into an INT2 page of the cache."""
-    rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + _tile_offsets(D // 2, D)
+    rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + tile_offsets(D // 2, D)
     rotation = head * stride_rotation
     multiplier = gl.load(multiplier_ptr + rotation)
-    t_high, t_low, tile, mean, scratch, sums, mean_top = _role_memory(
+    t_high, t_low, tile, mean, scratch, sums, mean_top = role_memory(
         transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D
     )
     async_copy.async_copy_global_to_shared(tile, rows_ptr)
     async_copy.commit_group()
     slot = gl.cast(target, gl.int64) * K + head
-    z, top = _center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
-    _store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
+    z, top = center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
+    store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
 
 
 @gluon.jit
 def _take(count_ptr, shift):
-    """`append.triton._take` of one count."""
+    """`triton._take` of one count."""
     old = gl.atomic_add(count_ptr, gl.cast(1, gl.int32) << shift, sem="relaxed")
     return old & ((1 << shift) - 1), (old >> shift) == gl.num_programs(0) - 1
 
@@ -49,7 +50,7 @@ def _append_role(
     # All that is read to store a row, at once: with a cold cache each of these is a way to the memory.
     pair = gl.arange(0, D // 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
     row = gl.load(row_ptr + (sequence * K + head) * (D // 2) + pair)
-    slot = gl.arange(0, SLOTS, layout=_everywhere(SLOTS))
+    slot = gl.arange(0, SLOTS, layout=everywhere(SLOTS))
     window_slots: gl.constexpr = SINK_PAGES + RECENT_SLOTS
     table = gl.load(window_table_ptr + sequence * window_slots + slot, mask=slot < window_slots, other=0)
     new = gl.load(new_lengths_ptr + sequence)
@@ -85,7 +86,7 @@ def _append_kernel(
     SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLOTS: gl.constexpr, K: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """Grid (2 K, batch): `append.triton._append_kernel`, a whole page of one sequence per program."""
+    """Grid (2 K, batch): the kernel of `triton.py` with a whole page of one sequence per program."""
     if gl.program_id(0) % 2 == 0:
         _append_role(
             key_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
@@ -100,16 +101,16 @@ def _append_kernel(
         )  # fmt: skip
 
 
-APPEND_HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)
 
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`append.triton.append_token`; raises NotImplementedError too for a head_dim not served."""
-    tensors.check_hopper(cache.window_key)
+    check_hopper(cache.window_key)
     head_dim = cache.config.head_dim
-    if head_dim not in APPEND_HEAD_DIMS:
-        raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {APPEND_HEAD_DIMS}")
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {HEAD_DIMS}")
     parts = 2 * cache.config.num_key_value_heads
-    arguments, constants = plain_append.append_arguments(cache, rotation, key, value, new_lengths, parts)
+    arguments, constants = plain.append_arguments(cache, rotation, key, value, new_lengths, parts)
     _, warps, registers = PLANS[head_dim]
     _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=warps, maxnreg=registers)

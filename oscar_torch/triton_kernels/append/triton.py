@@ -7,18 +7,18 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import ShapeError
-from ..launch.tensors import _bits, _pairs, check_device, rotation_stride
+from ..launch.tensors import check_device, int16_bits, int32_pairs, rotation_stride
 from ..quantize.steps import (
     CODES,
     PAGE,
-    _load_transform,
-    _load_value_mean,
-    _rotate,
-    _rotate_chunks,
-    _row_operands,
-    _scale_rows,
-    _store_codes,
-    _token_powers,
+    load_transform,
+    load_value_mean,
+    rotate,
+    rotate_chunks,
+    row_operands,
+    scale_rows,
+    store_codes,
+    token_powers,
 )
 
 
@@ -37,22 +37,22 @@ def _flush_page(
         mean_ptr += slot * D
     else:
         mean_ptr += head * stride_rotation * D
-        value_mean, value_mean_largest = _load_value_mean(mean_ptr, D, DP, True)
-        powers = _token_powers(ROWS)
+        value_mean, value_mean_largest = load_value_mean(mean_ptr, D, DP, True)
+        powers = token_powers(ROWS)
     if CHUNK == DP:
-        high, low, exponent = _row_operands(
+        high, low, exponent = row_operands(
             rows_ptr, D // 2, value_mean, value_mean_largest, mean_ptr, row0, True, IS_KEY, D, DP, ROWS
         )
-        y = _rotate(high, low, t_high, t_low)
+        y = rotate(high, low, t_high, t_low)
     else:
-        _, exponent, factor, largest = _scale_rows(
+        _, exponent, factor, largest = scale_rows(
             rows_ptr, D // 2, value_mean, value_mean_largest, mean_ptr, row0, True, IS_KEY, D, DP, ROWS
         )
-        y = _rotate_chunks(
+        y = rotate_chunks(
             rows_ptr, D // 2, factor, largest, mean_ptr, row0, transform_ptr, IS_KEY, D, DP, ROWS, CHUNK
         )
     multiplier = tl.load(multiplier_ptr + head * stride_rotation)
-    _store_codes(
+    store_codes(
         y, exponent, multiplier, powers, codes_ptr + slot * (PAGE * D // CODES), scale_ptr + slot * PAGE,
         row0, IS_KEY, D, DP, ROWS,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def _flush_role(
 ):  # fmt: skip
     """`_flush_page` for every entry of `flushes`, `sources` and `targets` [N] that flushes."""
     transform_ptr += head * stride_rotation * D * D
-    t_high, t_low = _load_transform(transform_ptr, IS_KEY, D, DP, CHUNK)
+    t_high, t_low = load_transform(transform_ptr, IS_KEY, D, DP, CHUNK)
     entry = tl.arange(0, flushes.shape[0])
     for i in range(flushes.shape[0]):
         own = flushes & (entry == i)
@@ -228,8 +228,9 @@ def append_arguments(
     if parts << shift > 1 << 31:
         raise NotImplementedError(f"{heads} key/value heads with tables for {cache.capacity} tokens")
     arguments = (
-        _pairs(key.contiguous()), _pairs(value.contiguous()), new_lengths, cache.lengths, cache.history_pages,
-        shift, cache.page_table, cache.page_table.shape[1], cache.window_table, *_windows(cache),
+        int32_pairs(key.contiguous()), int32_pairs(value.contiguous()), new_lengths, cache.lengths,
+        cache.history_pages, shift, cache.page_table, cache.page_table.shape[1], cache.window_table,
+        *_windows(cache),
         *_rotation_arguments(rotation, heads), *_int2_arguments(cache),
     )  # fmt: skip
     slots = triton.next_power_of_2(config.window_slots)
@@ -251,10 +252,16 @@ def _rotation_arguments(rotation, heads: int) -> tuple[torch.Tensor | int, ...]:
     """The rotation as the append kernels take it."""
     multipliers = (rotation.key_multiplier, rotation.value_multiplier)
     stride = rotation_stride(rotation.key_transform.shape[0], heads)
-    return rotation.key_transform, rotation.value_transform, *multipliers, _bits(rotation.value_mean), stride
+    return (
+        rotation.key_transform,
+        rotation.value_transform,
+        *multipliers,
+        int16_bits(rotation.value_mean),
+        stride,
+    )
 
 
 def _int2_arguments(cache) -> tuple[torch.Tensor, ...]:
     """The INT2 arrays as the append kernels take them."""
-    scales = (_bits(cache.key_scale), _bits(cache.value_scale))
-    return cache.key_codes, cache.value_codes, *scales, _bits(cache.key_page_mean)
+    scales = (int16_bits(cache.key_scale), int16_bits(cache.value_scale))
+    return cache.key_codes, cache.value_codes, *scales, int16_bits(cache.key_page_mean)

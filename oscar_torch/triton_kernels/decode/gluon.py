@@ -3,31 +3,18 @@
 Three launches or four, no host wait. Each but the first may start while the one before it is at work
 (programmatic dependent launch) and waits for what it needs:
 
-1. `decode.triton.rotate`: rotates the queries.
+1. `triton.rotate`: rotates the queries.
 2. `_stage_kernel`: flash attention over equal pieces of all pages, INT2 and BF16 (`DecodePlan`). It asks for
    its first pages and reads its BF16 pages before it waits for the queries.
-3. `decode.triton.merge`: merges the partial results and rotates back; two launches where queries are many.
+3. `triton.merge`: merges the partial results and rotates back; two launches where queries are many.
 
-Inside the stage every warp is a flash decoder of its own: it copies its share of the pages in bulk to a
-private ring (one barrier per stage), keeps an online softmax in registers, and meets the other warps of its
-block only after its last page. The compiler does not know: to it, all warps hold the same tensors, and
-`gl.store` lets one warp store what it takes for copies. Hence `_store_words`; `gl.store` is for the few
-tensors that are dealt out to the warps of a block.
+Inside the stage every warp is a flash decoder of its own (`gluon_warp.py`): it copies its share of the pages
+in bulk to a private ring (one barrier per stage), keeps an online softmax in registers, and meets the other
+warps of its block only after its last page. A page's integer sums are added to float32 outputs. The page's
+mean key is one more product, in bf16. The BF16 pages are read by `gluon_window.py`.
 
-Keys and values are int8 products. Masks turn a word of 16 codes into four A registers of mma.m16n8k32; codes
-at odd places carry a factor 4 that the other operand undoes. That is a 15-bit integer in two signed bytes,
-high and low in neighbouring columns, so that every lane finds both halves of a sum in its own registers: the
-rotated query, and P * scale as a fraction of the page's largest. `movmatrix` turns the latter from
-accumulator to operand layout. A page's sums are added to float32 outputs. The page's mean key is one more
-product, in bf16.
-
-Index bits (page of 64 tokens): row r = 8 i + g of a score tile is token 8 g + i, so that lane g owns 8
-neighbouring tokens: one 16-byte load of scales, and rows i and i + 4 are neighbouring bytes of a value word.
-Lanes that read keys together find them in the same banks; reading other tokens and swapping registers
-afterwards costs more.
-
-Gluon has no bulk copy of plain bytes and no address of shared memory: both are inline PTX. The kernel
-allocates shared memory once, so it lies where `global_smem` points.
+Gluon has no bulk copy of plain bytes: it is inline PTX. The kernel allocates shared memory once, so it lies
+where `global_smem` points.
 """
 
 import ctypes
@@ -37,52 +24,57 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core import cache_format as fmt
 from ..launch.tensors import check_hopper
 from . import triton as plain
+from .gluon_warp import (
+    ACC,
+    EMPTY,
+    FRACTION_RANGE,
+    HALVES_RIGHT,
+    HIDDEN,
+    PAGE,
+    QUERY_RANGE,
+    RECIPROCAL,
+    STORE_1,
+    STORE_1_IN_FIRST_ROW,
+    WARP_BARRIER,
+    WARPS,
+    WHOLE,
+    first_of_pair,
+    fixed_query,
+    iota,
+    join4,
+    key_address_layout,
+    key_operand,
+    load_keys,
+    load_mean,
+    load_values,
+    load_word,
+    load_words,
+    mean_layout,
+    mma,
+    per_head,
+    run,
+    scale_layout,
+    scales,
+    second_of_pair,
+    value_address_layout,
+    value_operand,
+    weight_operand,
+    whole_sums,
+)
+from .gluon_window import attend_page, prefetch_page
 
 HEAD_DIMS = (64, 128, 256)
-PAGE = gl.constexpr(fmt.PAGE_TOKENS)
-QUERY_RANGE = gl.constexpr(32000.0)  # |query| in integer steps: the high byte stays inside -128 .. 127
-EMPTY = gl.constexpr(-1.0e30)  # running maximum before the first page
-HIDDEN = gl.constexpr(-3.0e38)  # score of a token outside the sliding window
 SLACK = gl.constexpr(2.0**24)  # the maximum only moves when P, summed over a lane's tokens, exceeds this
-FRACTION_RANGE = gl.constexpr(32500.0)  # P * scale of a page in integer steps; 127.5 * 256 is the end
-# A float32 plus 2**23 has its nearest integer in its low bits. With 128 more, the second byte is the high one
-# of a split into two signed bytes; the low one is the first byte with its top bit turned.
-WHOLE = gl.constexpr(2.0**23 + 128.0)
-
-AND_03 = gl.constexpr("and.b32 $0, $1, 0x03030303;")
-AND_0C = gl.constexpr("and.b32 $0, $1, 0x0C0C0C0C;")
-SIGNED = gl.constexpr(1.5 * 2.0**23)  # likewise where numbers may be negative
-
-LIMB_BYTES = gl.constexpr(
-    "{ .reg .b32 x, y; prmt.b32 x, $1, $2, $5; prmt.b32 y, $3, $4, $5; prmt.b32 $0, x, y, 0x5410; }"
-)
-FRACTION_BYTES = gl.constexpr("{ .reg .b32 x; prmt.b32 x, $1, $2, 0x4051; xor.b32 $0, x, 0x80800000; }")
-RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
-TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
-LOAD_1 = gl.constexpr("ld.shared.b32 $0, [$1];")
-LOAD_2 = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
-LOAD_4 = gl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
-LOAD_MATRICES = gl.constexpr("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];")
-STORE_GLOBAL = gl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }"
-)
-STORE_1 = gl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
-STORE_1_IN_FIRST_ROW = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.lt.u32 p, lane, 4;"
-    " @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }"
-)
 SHARED_MEMORY = gl.constexpr("mov.u32 $0, global_smem;")
 # By a shuffle: so the assembler knows that it is the same in all lanes.
 WARP = gl.constexpr(
     "{ .reg .b32 x; mov.u32 x, %tid.x; shr.u32 x, x, 5; shfl.sync.idx.b32 $0, x, 0, 0x1f, 0xffffffff; }"
 )
-WARP_BARRIER = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 # With a fence, since bulk copies may overwrite what was written before.
 BLOCK_BARRIER = gl.constexpr("fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, 0;")
 START_BARRIER = gl.constexpr(
@@ -91,25 +83,10 @@ START_BARRIER = gl.constexpr(
 PUBLISH_BARRIERS = gl.constexpr(
     "fence.mbarrier_init.release.cluster; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
 )
-PREFETCH = gl.constexpr(
-    "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p cp.async.bulk.prefetch.L2.global [$1], $3;"
-    " @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.b32 $0, 0; }"
-)
 WAIT_BARRIER = gl.constexpr(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra again;"
     " mov.b32 $0, 0; }"
 )
-WARPS = gl.constexpr(4)  # of a block
-# All warps hold the same matrices: the axis of the layout that is dealt out to them has size 1.
-MMA = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS.value, 1, 1], instr_shape=[1, 16, 8])
-)
-ACC = gl.constexpr(gl.SliceLayout(0, MMA.value))
-BYTES_LEFT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(0, MMA.value, 4)))
-BYTES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 4)))
-HALVES_LEFT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(0, MMA.value, 2)))
-HALVES_RIGHT = gl.constexpr(gl.SliceLayout(0, gl.DotOperandLayout(1, MMA.value, 2)))
-
 
 # Blocks per multiprocessor for up to 4, 8 and 16 query heads per key/value head: what registers allow, less
 # one for 4 heads of 128 channels (a fourth takes 1 % more). Not compared: 16 heads, 4 heads of 64 channels.
@@ -131,129 +108,6 @@ def _window_pages(batch: int) -> int:
 def _blocks(head_dim: int, padded_group: int) -> int:
     """Blocks per multiprocessor for 4, 8 or 16 heads."""
     return BLOCKS[head_dim][padded_group.bit_length() - 3]
-
-
-# ------------------------------------------------------------------------------------------ layouts
-
-
-@gluon.constexpr_function
-def _bases(rank: int, *entries: tuple[int, int]) -> list[list[int]]:
-    """Basis vectors of a linear layout: (axis, step) pairs; axis -1 is a broadcast bit."""
-    return [[step if axis == a else 0 for a in range(rank)] for axis, step in entries]
-
-
-@gluon.constexpr_function
-def _linear(shape: list[int], registers, lanes) -> gl.DistributedLinearLayout:
-    """The layout of a tensor that every warp holds for itself."""
-    rank = len(shape)
-    return gl.DistributedLinearLayout(
-        reg_bases=_bases(rank, *registers), lane_bases=_bases(rank, *lanes),
-        warp_bases=_bases(rank, *_bits(-1, WARPS)), block_bases=[], shape=shape,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _bits(axis: int, size: int) -> list[tuple[int, int]]:
-    """The basis vectors of a whole axis."""
-    return [(axis, 1 << n) for n in range(size.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _lanes(g: int, c: int) -> list[tuple[int, int]]:
-    """Lane 4 g + c of the matrix unit, on two axes (-1: every lane holds the same)."""
-    return [(c, 1 if c >= 0 else 0), (c, 2 if c >= 0 else 0)] + [(g, n if g >= 0 else 0) for n in (1, 2, 4)]
-
-
-@gluon.constexpr_function
-def _key_layout(words: int):
-    """[8 g, 8 i, 4 c, words, 4 bytes]: lane (g, c) holds its words of tokens 8 g + i, each four times."""
-    return _linear([8, 8, 4, words, 4], [*_bits(4, 4), *_bits(3, words), *_bits(1, 8)], _lanes(0, 2))
-
-
-@gluon.constexpr_function
-def _key_address_layout():
-    """[8 g, 8 i, 4 c]."""
-    return _linear([8, 8, 4], _bits(1, 8), _lanes(0, 2))
-
-
-@gluon.constexpr_function
-def _value_layout(head_dim: int):
-    """[D / 8, 8 g, 4 c, 4 bytes]: lane (g, c) holds word c of channels 8 r + g, each four times."""
-    return _linear([head_dim // 8, 8, 4, 4], [*_bits(3, 4), *_bits(0, head_dim // 8)], _lanes(1, 2))
-
-
-@gluon.constexpr_function
-def _weight_layout(padded_group: int):
-    """[4 r, 8 g, GP, 4 bytes]: lane (g, c) holds words of heads c, c + 4, ..., each four times."""
-    tiles = [(2, 4 << n) for n in range((padded_group // 4).bit_length() - 1)]
-    return _linear([4, 8, padded_group, 4], [*_bits(3, 4), *_bits(0, 4), *tiles], _lanes(1, 2))
-
-
-@gluon.constexpr_function
-def _value_address_layout(head_dim: int):
-    """[D / 32, 8 g, 4 c]."""
-    return _linear([head_dim // 32, 8, 4], _bits(0, head_dim // 32), _lanes(1, 2))
-
-
-@gluon.constexpr_function
-def _mean_layout(head_dim: int):
-    """[8 g, D / 32, 4 c, 8]: lane (any g, c) holds 8 neighbouring channels of every block of 32."""
-    blocks = head_dim // 32
-    return _linear([8, blocks, 4, 8], [*_bits(3, 8), *_bits(1, blocks)], _lanes(0, 2))
-
-
-@gluon.constexpr_function
-def _scale_layout():
-    """[8 g]: lane (g, any c)."""
-    return _linear([8], [], _lanes(0, -1))
-
-
-@gluon.constexpr_function
-def _limb_layout(padded_group: int, words: int):
-    """[2 GP, 4 c, words, 4 bytes, 4 parts], or parts before bytes: lane (g, c) holds column g (and g + 8)."""
-    registers = [*_bits(4, 4), *_bits(3, 4), *_bits(2, words)]
-    registers += [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
-    return _linear([2 * padded_group, 4, words, 4, 4], registers, _lanes(0, 1))
-
-
-@gluon.constexpr_function
-def _window_key_layout(head_dim: int):
-    """[16 tokens, D / 32, 4 c, 8]: lane (g, c) holds 8 neighbouring channels of tokens g and g + 8."""
-    blocks = _bits(1, head_dim // 32)
-    return _linear([16, head_dim // 32, 4, 8], [*_bits(3, 8), (0, 8), *blocks], _lanes(0, 2))
-
-
-@gluon.constexpr_function
-def _window_query_layout(head_dim: int, padded_group: int):
-    """[2 GP, D / 32, 4 c, 8]: lane (g, c) holds 8 neighbouring channels of columns g, g + 8, ..."""
-    columns = [(0, 8 << n) for n in range((padded_group // 4).bit_length() - 1)]
-    blocks = _bits(1, head_dim // 32)
-    return _linear([2 * padded_group, head_dim // 32, 4, 8], [*_bits(3, 8), *blocks, *columns], _lanes(0, 2))
-
-
-@gluon.constexpr_function
-def _window_value_layout(head_dim: int):
-    """[16 tokens, D / 64, 8 g, 8]: lane (g, c) holds 8 neighbouring channels of tokens 2 c, 2 c + 1, ..."""
-    registers = [*_bits(3, 8), (0, 1), (0, 8), *_bits(1, head_dim // 64)]
-    return _linear([16, head_dim // 64, 8, 8], registers, [(0, 2), (0, 4), (2, 1), (2, 2), (2, 4)])
-
-
-@gluon.constexpr_function
-def _axis_layout(layout, rank: int, axis: int):
-    """The layout of one axis alone."""
-    for other in reversed(range(rank)):
-        layout = layout if other == axis else gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _iota(layout: gl.constexpr, rank: gl.constexpr, axis: gl.constexpr, size: gl.constexpr):
-    """0 .. size - 1 along one axis, of size 1 along the others."""
-    x = gl.arange(0, size, layout=_axis_layout(layout, rank, axis))
-    for other in gl.static_range(rank):
-        if other != axis:
-            x = gl.expand_dims(x, other)
-    return x
 
 
 # ------------------------------------------------------------------------------------------ the ring
@@ -293,12 +147,6 @@ def _fetch_assembly(head_dim: int) -> str:
 
 
 @gluon.jit
-def _run(asm: gl.constexpr, constraints: gl.constexpr, arguments):
-    """Assembly for its effect."""
-    gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _fetch(
     key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr, physical, stage, barrier,
     wanted, D: gl.constexpr,
@@ -310,257 +158,16 @@ def _fetch(
         (mean_ptr + physical * D).to(gl.int64), (key_scale_ptr + physical * PAGE).to(gl.int64),
         (value_scale_ptr + physical * PAGE).to(gl.int64), stage, barrier, wanted.to(gl.int32),
     ]  # fmt: skip
-    _run(_fetch_assembly(D), "=r,l,l,l,l,l,r,r,r", sources)
+    run(_fetch_assembly(D), "=r,l,l,l,l,l,r,r,r", sources)
 
 
-@gluon.jit
-def _load_word(address):
-    return gl.inline_asm_elementwise(LOAD_1, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _load_words(address):
-    """Shared memory -> four neighbouring words."""
-    return gl.inline_asm_elementwise(
-        LOAD_4,
-        "=r,=r,=r,=r,r",
-        [address],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _join4(a, b, c, d):
-    """[...] x 4 -> [..., 2, 2], in order."""
-    return gl.join(gl.join(a, c), gl.join(b, d))
-
-
-@gluon.jit
-def _load_keys(address, words: gl.constexpr):
-    """Address of a lane's first word of 64 tokens [8 g, 8 i, 4 c] -> int32 [8 g, 8 i, 4 c, words]."""
-    if words == 1:
-        x = _load_word(address).reshape([8, 8, 4, 1])
-    elif words == 2:
-        a, b = gl.inline_asm_elementwise(
-            LOAD_2, "=r,=r,r", [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
-        )
-        x = gl.join(a, b)
-    else:
-        a, b, c, d = _load_words(address)
-        x = _join4(a, b, c, d).reshape([8, 8, 4, 4])
-    return gl.convert_layout(x, gl.SliceLayout(4, _key_layout(words)), assert_trivial=True)
-
-
-@gluon.jit
-def _load_values(address, D: gl.constexpr):
-    """Address of the matrix row of every lane [D / 32, 8 g, 4 c] -> value words int32 [D / 8, 8 g, 4 c]."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        LOAD_MATRICES, "=r,=r,=r,=r,r", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    x = _join4(a, b, c, d).permute((0, 3, 4, 1, 2)).reshape([D // 8, 8, 4])
-    return gl.convert_layout(x, gl.SliceLayout(3, _value_layout(D)), assert_trivial=True)
-
-
-@gluon.jit
-def _load_mean(address, D: gl.constexpr):
-    """Address of 8 channels [8 g, D / 32, 4 c, 8] -> bf16 [16, D / 2], the left operand of q . mean.
-
-    Contraction index 16 s + 8 x + 2 c + b of row 8 h + g (any g) is channel 32 s + 8 c + 4 x + 2 h + b.
-    """
-    x = gl.inline_asm_elementwise(
-        LOAD_4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [address], dtype=gl.bfloat16, is_pure=False, pack=8
-    )
-    x = x.reshape([8, D // 32, 4, 2, 2, 2]).permute((4, 0, 1, 3, 2, 5)).reshape([16, D // 2])
-    return gl.convert_layout(x, HALVES_LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _scales(a, b, c, d, layout: gl.constexpr):
-    """Four words [8 g] of bf16 pairs -> float32 [8 i, 8 g]."""
-    words = _join4(a, b, c, d)
-    even = (words << 16).to(gl.float32, bitcast=True)
-    odd = (words & -65536).to(gl.float32, bitcast=True)
-    x = gl.join(even, odd).reshape([8, 8]).permute((1, 0))
-    return gl.convert_layout(x, layout, assert_trivial=True)
-
-
-# ------------------------------------------------------------------------------------------ operands
-
-
-@gluon.jit
-def _bytes(asm: gl.constexpr, word):
-    """Four copies of a word, int32 [..., 4] -> its masked bytes, int8 [..., 4], by one instruction."""
-    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [word], dtype=gl.int8, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _mma(a, b, acc):
-    """acc + a @ b, each warp its own."""
-    out = mma_v2(gl.expand_dims(a, 0), gl.expand_dims(b, 0), gl.expand_dims(acc, 0))
-    return gl.convert_layout(out.reshape(acc.shape), ACC, assert_trivial=True)
-
-
-@gluon.jit
-def _unpack(word):
-    """Four copies of words int32 [a, b, c, d, 4] -> int8 [a, b, c, d, 4 bytes, 2, 2] at register 2 y + x.
-
-    Byte n of register r is code r + 4 n of the word, times 4 where r is odd.
-    """
-    high = word >> 4
-    low_parts = gl.join(_bytes(AND_03, word), _bytes(AND_0C, word))
-    high_parts = gl.join(_bytes(AND_03, high), _bytes(AND_0C, high))
-    return gl.join(low_parts, high_parts)
-
-
-@gluon.jit
-def _key_operand(words, D: gl.constexpr):
-    """Key words int32 [8 g, 8 i, 4 c, D / 64] -> int8 [64, D], the left operand of the scores.
-
-    Contraction index ((part * D/64 + j) * 4 + c) * 4 + byte: channel 16 (D/64 * c + j) + part + 4 byte, times
-    4 for odd parts.
-    """
-    codes = _unpack(gl.expand_dims(words, 4).broadcast_to([8, 8, 4, D // 64, 4]))
-    codes = codes.permute((1, 0, 6, 5, 3, 2, 4)).reshape([64, D])
-    return gl.convert_layout(codes, BYTES_LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _value_operand(words, D: gl.constexpr):
-    """Value words int32 [D / 8, 8 g, 4 c] -> int8 [D, 64], the left operand of the outputs.
-
-    Column 16 r + 4 c + byte: token 16 c + r + 4 byte, times 4 for odd r.
-    """
-    codes = _unpack(gl.expand_dims(words, 3).broadcast_to([D // 8, 8, 4, 4]))
-    codes = codes.permute((0, 1, 5, 4, 2, 3)).reshape([D, 64])
-    return gl.convert_layout(codes, BYTES_LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _weight_operand(fixed, GP: gl.constexpr):
-    """P in integer steps, as float32 plus WHOLE [8 i, 8 g, GP] -> int8 [64, 2 GP], for P @ V.
-
-    Rows are the columns of `_value_operand`; columns 2 h and 2 h + 1 are the high and the low byte of head h.
-    Rows i and i + 4 become neighbouring bytes; then movmatrix, which turns halves across the warp, makes an
-    operand.
-    """
-    first, second = gl.split(fixed.to(gl.int32, bitcast=True).reshape([2, 4, 8, GP]).permute((1, 2, 3, 0)))
-    word = gl.inline_asm_elementwise(
-        FRACTION_BYTES, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
-    )
-    word = gl.convert_layout(word, gl.SliceLayout(3, _weight_layout(GP)), assert_trivial=True)
-    word = gl.expand_dims(word, 3).broadcast_to([4, 8, GP, 4])
-    x = gl.inline_asm_elementwise(TRANSPOSE, "=r,r,r,r,r", [word], dtype=gl.int8, is_pure=False, pack=4)
-    x = x.reshape([4, 8, GP // 4, 4, 4]).permute((0, 3, 4, 2, 1)).reshape([64, 2 * GP])
-    return gl.convert_layout(x, BYTES_RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def _whole(sums, ROWS: gl.constexpr, GP: gl.constexpr):
-    """Sums of high and low bytes int32 [ROWS, 2 GP] -> [ROWS, GP]."""
-    high, low = gl.split(sums.reshape([ROWS, GP, 2]))
-    return (high << 8) + low
-
-
-@gluon.jit
-def _transpose_operand(p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """p 16-bit [ROWS, COLUMNS] in accumulator layout -> the same matrix as a right operand.
-
-    movmatrix transposes 8 x 8 blocks across the warp; renaming the axes of the blocks undoes it.
-    """
-    p = gl.convert_layout(p, ACC, assert_trivial=True)
-    p = gl.inline_asm_elementwise(TRANSPOSE, "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
-    p = p.reshape([ROWS // 8, 8, COLUMNS // 8, 8]).permute((0, 3, 2, 1)).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(p, HALVES_RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def _fixed_query(rotated_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr):
-    """Rotated queries float32 [G, D] in memory -> fixed point in two bytes.
-
-    Returns int8 [D, 2 GP] (columns 2 h and 2 h + 1: high and low byte of head h; order of `_key_operand`),
-    and per column the largest |query| and the sum of the integers.
-    """
-    words: gl.constexpr = D // 64
-    layout: gl.constexpr = _limb_layout(GP, words)
-    n = _iota(layout, 5, 0, 2 * GP)
-    c = _iota(layout, 5, 1, 4)
-    j = _iota(layout, 5, 2, words)
-    byte = _iota(layout, 5, 3, 4)
-    part = _iota(layout, 5, 4, 4)
-    offset = (n >> 1) * D + 16 * (words * c + j) + 4 * byte + part
-    x = gl.load(rotated_ptr + offset, mask=((n >> 1) < G) & (offset >= 0), other=0.0)
-    top = gl.maximum(gl.max(gl.abs(x).reshape([2 * GP, D]), 1), 1.0e-30)
-    steps = gl.convert_layout(QUERY_RANGE / top, _axis_layout(layout, 5, 0))
-    for axis in gl.static_range(1, 5):
-        steps = gl.expand_dims(steps, axis)
-    weight = gl.where((part & 1) == 1, 4, 1)
-    # Of the low bits of a sum with SIGNED the first byte is the low one; with 128 more, the second the high.
-    start = gl.where((n & 1) == 1, SIGNED, SIGNED + 128.0)
-    fixed = (x * (steps / weight.to(gl.float32)) + start).to(gl.int32, bitcast=True)
-    total = gl.sum((fixed * weight).reshape([2 * GP, D]), 1)
-    bias = (start.to(gl.int32, bitcast=True) * (5 * D // 2)).reshape([2 * GP])  # half the weights are 4
-    total -= gl.convert_layout(bias, total.type.layout)
-    fixed = gl.convert_layout(fixed.permute((0, 1, 2, 4, 3)), layout)
-    selector = _iota(layout, 5, 0, 2 * GP)
-    selector = gl.where((selector & 1) == 1, 0x40, 0x51).broadcast_to(fixed.shape)
-    limb = gl.inline_asm_elementwise(
-        LIMB_BYTES, "=r,r,r,r,r,r,r,r,r", [fixed, selector], dtype=gl.int8, is_pure=True, pack=4
-    )
-    limb = limb.permute((3, 2, 1, 4, 0)).reshape([D, 2 * GP])
-    return gl.convert_layout(limb, BYTES_RIGHT, assert_trivial=True), top, total
-
-
-@gluon.jit
-def _per_head(x, GP: gl.constexpr, layout: gl.constexpr):
-    """A statistic of columns [2 GP] -> of heads [GP]."""
-    x = gl.convert_layout(x, gl.SliceLayout(0, ACC)).reshape([GP, 2])
-    return gl.convert_layout(_first(x), layout)
-
-
-@gluon.jit
-def _store_words(pointer, x, mask):
-    """float32 to global memory, by every warp: the compiler would let the first one store for all."""
-    _run(STORE_GLOBAL, "=r,l,r,r", (pointer.to(gl.int64), x.to(gl.int32, bitcast=True), mask.to(gl.int32)))
-
-
-@gluon.jit
-def _store_partial(
-    o, m, l, segment, channel, o_ptr, lse_ptr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr
-):
-    """o float32 [D, GP] already divided by l; m, l [GP]; channel [D] names the rows of o."""
-    layout: gl.constexpr = o.type.layout
-    head = gl.arange(0, GP, layout=gl.SliceLayout(0, layout))
-    rows = segment * G + head
-    place = o_ptr + rows[None, :].to(gl.int64) * D + channel[:, None]
-    _store_words(place, o, (head < G)[None, :] & (channel >= 0)[:, None])
-    lse = gl.where(l > 0, m + gl.log2(gl.where(l > 0, l, 1.0)), float("-inf"))
-    _store_words(lse_ptr + rows, lse, head < G)
-
-
-# ------------------------------------------------------------------------------------------ the two parts
+# ------------------------------------------------------------------------------------------ INT2 pages
 
 
 @gluon.jit
 def _next(slot, STAGES: gl.constexpr):
     """The next stage of the ring."""
     return gl.where(slot == STAGES - 1, 0, slot + 1)
-
-
-@gluon.jit
-def _first(x):
-    """[..., 2] -> [...]"""
-    a, _b = gl.split(x)
-    return a
-
-
-@gluon.jit
-def _second(x):
-    """[..., 2] -> [...]"""
-    _a, b = gl.split(x)
-    return b
 
 
 @gluon.jit
@@ -581,16 +188,16 @@ def _history_part(
     VALUE_SCALE: gl.constexpr = 34 * D + 128
 
     # Addresses inside a stage: what depends on the lane, and constants, which loads add for nothing.
-    layout: gl.constexpr = _key_address_layout()
-    key_lane = _iota(layout, 3, 0, 8) * (128 * words) + _iota(layout, 3, 2, 4) * (4 * words)
-    key_place = _iota(layout, 3, 1, 8) * (16 * words)
-    value_layout: gl.constexpr = _value_address_layout(D)
-    value_lane = 64 * _iota(value_layout, 3, 1, 8) + 16 * _iota(value_layout, 3, 2, 4)
-    value_place = 16 * D + 512 * _iota(value_layout, 3, 0, D // 32)
-    mean_layout: gl.constexpr = _mean_layout(D)
-    mean_lane = 16 * _iota(mean_layout, 4, 2, 4) + 0 * _iota(mean_layout, 4, 0, 8)
-    mean_place = 32 * D + 64 * _iota(mean_layout, 4, 1, D // 32) + 0 * _iota(mean_layout, 4, 3, 8)
-    scale_lane = 16 * gl.arange(0, 8, layout=_scale_layout())
+    layout: gl.constexpr = key_address_layout()
+    key_lane = iota(layout, 3, 0, 8) * (128 * words) + iota(layout, 3, 2, 4) * (4 * words)
+    key_place = iota(layout, 3, 1, 8) * (16 * words)
+    value_layout: gl.constexpr = value_address_layout(D)
+    value_lane = 64 * iota(value_layout, 3, 1, 8) + 16 * iota(value_layout, 3, 2, 4)
+    value_place = 16 * D + 512 * iota(value_layout, 3, 0, D // 32)
+    channels: gl.constexpr = mean_layout(D)
+    mean_lane = 16 * iota(channels, 4, 2, 4) + 0 * iota(channels, 4, 0, 8)
+    mean_place = 32 * D + 64 * iota(channels, 4, 1, D // 32) + 0 * iota(channels, 4, 3, 8)
+    scale_lane = 16 * gl.arange(0, 8, layout=scale_layout())
 
     # Right operands: the query in bf16, a head in two columns, and the rotated one as bytes.
     n = gl.arange(0, 2 * GP, layout=gl.SliceLayout(0, HALVES_RIGHT))[None, :]
@@ -608,16 +215,16 @@ def _history_part(
         ring + write * STAGE_BYTES, barriers + 8 * write, low + AHEAD < high, D,
     )  # fmt: skip
     following = gl.load(table_ptr + low + STAGES, mask=low + STAGES < high, other=0)
-    limbs, top, query_sum = _fixed_query(rotated_ptr, G, GP, D)
+    limbs, top, query_sum = fixed_query(rotated_ptr, G, GP, D)
 
     # Per head: what the grid's offset of 1.5 adds to the integer sums, and units.
-    like = _whole(gl.full([64, 2 * GP], 0, gl.int32, ACC), 64, GP).reshape([8, 8, GP])
+    like = whole_sums(gl.full([64, 2 * GP], 0, gl.int32, ACC), 64, GP).reshape([8, 8, GP])
     score_layout: gl.constexpr = like.type.layout
     statistics: gl.constexpr = gl.SliceLayout(0, score_layout)
     head_layout: gl.constexpr = gl.SliceLayout(0, statistics)
     token_layout: gl.constexpr = gl.SliceLayout(2, score_layout)
-    top = _per_head(top, GP, head_layout)
-    start = -1.5 * _per_head(query_sum.to(gl.float32), GP, head_layout)[None, :][None, :, :]
+    top = per_head(top, GP, head_layout)
+    start = -1.5 * per_head(query_sum.to(gl.float32), GP, head_layout)[None, :][None, :, :]
     unit = top * (softmax_scale / QUERY_RANGE)  # of the integer sums, base 2
     mean_unit = QUERY_RANGE / top
     place = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, score_layout)))
@@ -626,16 +233,16 @@ def _history_part(
     m = gl.full([GP], EMPTY, gl.float32, layout=head_layout)
     l = gl.full([8, GP], 0.0, gl.float32, layout=statistics)
     weight_sum = gl.full([8, GP], 0.0, gl.float32, layout=statistics)
-    acc = _whole(gl.full([D, 2 * GP], 0, gl.int32, ACC), D, GP).to(gl.float32)
+    acc = whole_sums(gl.full([D, 2 * GP], 0, gl.int32, ACC), D, GP).to(gl.float32)
     column_layout: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
 
     for page in range(low, high):
         stage = ring + slot * STAGE_BYTES
-        _run(WAIT_BARRIER, "=r,r,r", (barriers + 8 * slot, parity))
-        key_words = _load_keys(key_lane + stage + key_place, words)
-        mean = _load_mean(mean_lane + stage + mean_place, D)
-        k0, k1, k2, k3 = _load_words(scale_lane + stage + KEY_SCALE)
-        v0, v1, v2, v3 = _load_words(scale_lane + stage + VALUE_SCALE)
+        run(WAIT_BARRIER, "=r,r,r", (barriers + 8 * slot, parity))
+        key_words = load_keys(key_lane + stage + key_place, words)
+        mean = load_mean(mean_lane + stage + mean_place, D)
+        k0, k1, k2, k3 = load_words(scale_lane + stage + KEY_SCALE)
+        v0, v1, v2, v3 = load_words(scale_lane + stage + VALUE_SCALE)
         _fetch(
             key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
             following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
@@ -644,18 +251,20 @@ def _history_part(
         following = gl.load(table_ptr + page + (AHEAD + 1), mask=page + (AHEAD + 1) < high, other=0)
 
         # Scores in units of the integer sums.
-        sums = _mma(mean, coarse, gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC))
+        sums = mma(mean, coarse, gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC))
         if not EXACT_QUERY:
-            sums = _mma(mean, rest, sums)
+            sums = mma(mean, rest, sums)
         first_half, second_half = gl.split(sums.reshape([2, 8, GP, 2]))
-        mean_score = _first(first_half.permute((1, 2, 0))) + _second(second_half.permute((1, 2, 0)))
+        mean_score = first_of_pair(first_half.permute((1, 2, 0)))
+        mean_score += second_of_pair(second_half.permute((1, 2, 0)))
         mean_score = gl.convert_layout(mean_score, statistics, assert_trivial=True) * mean_unit[None, :]
-        sums = _mma(_key_operand(key_words, D), limbs, gl.full([64, 2 * GP], 0, gl.int32, ACC))
-        sums = gl.convert_layout(_whole(sums, 64, GP).reshape([8, 8, GP]), score_layout, assert_trivial=True)
-        key_scale = _scales(k0, k1, k2, k3, token_layout)[:, :, None]
+        sums = mma(key_operand(key_words, D), limbs, gl.full([64, 2 * GP], 0, gl.int32, ACC))
+        sums = whole_sums(sums, 64, GP).reshape([8, 8, GP])
+        sums = gl.convert_layout(sums, score_layout, assert_trivial=True)
+        key_scale = scales(k0, k1, k2, k3, token_layout)[:, :, None]
         score = sums.to(gl.float32) * key_scale + (key_scale * start + mean_score[None, :, :])
         if SLIDING:
-            token = 8 * _iota(score_layout, 3, 1, 8) + _iota(score_layout, 3, 0, 8)
+            token = 8 * iota(score_layout, 3, 1, 8) + iota(score_layout, 3, 0, 8)
             score = gl.where(token + (SINK_PAGES + page) * PAGE >= oldest, score, HIDDEN)
 
         # The whole warp branches, and rarely: on its first page, then where a score is far above the maximum.
@@ -673,18 +282,18 @@ def _history_part(
         l += total
 
         # P * scale as a fraction of the page's largest; as integers, positive floats have the same order.
-        p *= _scales(v0, v1, v2, v3, token_layout)[:, :, None]
+        p *= scales(v0, v1, v2, v3, token_layout)[:, :, None]
         weight_sum += gl.sum(p, 0)
         largest = gl.max(gl.max(p.to(gl.int32, bitcast=True), 0), 0).to(gl.float32, bitcast=True)
         largest = gl.maximum(largest, 1.0e-30)
         inverse = gl.inline_asm_elementwise(
             RECIPROCAL, "=r,r", [largest], dtype=gl.float32, is_pure=True, pack=1
         )
-        weights = _weight_operand(p * (fraction * inverse[None, :][None, :, :]) + WHOLE, GP)
-        values = _value_operand(_load_values(value_lane + stage + value_place, D), D)
-        sums = _mma(values, weights, gl.full([D, 2 * GP], 0, gl.int32, ACC))
+        weights = weight_operand(p * (fraction * inverse[None, :][None, :, :]) + WHOLE, GP)
+        values = value_operand(load_values(value_lane + stage + value_place, D), D)
+        sums = mma(values, weights, gl.full([D, 2 * GP], 0, gl.int32, ACC))
         factor = gl.convert_layout(largest * (1.0 / FRACTION_RANGE), column_layout, assert_trivial=True)
-        acc += _whole(sums, D, GP).to(gl.float32) * factor[None, :]
+        acc += whole_sums(sums, D, GP).to(gl.float32) * factor[None, :]
         slot = _next(slot, STAGES)
         parity = gl.where(slot == 0, parity ^ 1, parity)
         write = _next(write, STAGES)
@@ -693,14 +302,14 @@ def _history_part(
     weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), column_layout)
     m = gl.convert_layout(m * unit, column_layout)
     o = acc - 1.5 * weight_sum[None, :]
-    _run(WARP_BARRIER, "=r", ())  # every lane has read the last page
+    run(WARP_BARRIER, "=r", ())  # every lane has read the last page
     head = gl.arange(0, GP, layout=column_layout)
     channel = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
     place = ring + head[None, :] * _partial_bytes(D) + 4 * channel[:, None]
-    _run(STORE_1, "=r,r,r", (place, o.to(gl.int32, bitcast=True)))
+    run(STORE_1, "=r,r,r", (place, o.to(gl.int32, bitcast=True)))
     place = ring + GP * _partial_bytes(D) + 8 * head
-    _run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place, m.to(gl.int32, bitcast=True)))
-    _run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place + 4, l.to(gl.int32, bitcast=True)))
+    run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place, m.to(gl.int32, bitcast=True)))
+    run(STORE_1_IN_FIRST_ROW, "=r,r,r", (place + 4, l.to(gl.int32, bitcast=True)))
     return slot, parity
 
 
@@ -721,16 +330,16 @@ def _merge_warps(
     head = quad // (D // 4)
     place = rings + head * _partial_bytes(D) + quad % (D // 4) * 16
     statistics = rings + GP * _partial_bytes(D) + 8 * head
-    top = _load_word(statistics).to(gl.float32, bitcast=True)
+    top = load_word(statistics).to(gl.float32, bitcast=True)
     for n in gl.static_range(1, WARPS):
-        top = gl.maximum(top, _load_word(statistics + n * RING).to(gl.float32, bitcast=True))
+        top = gl.maximum(top, load_word(statistics + n * RING).to(gl.float32, bitcast=True))
     l = gl.full([GP * D // 4], 0.0, gl.float32, quad.type.layout)
     o0, o1, o2, o3 = l, l, l, l
     for n in gl.static_range(WARPS):
-        m = _load_word(statistics + n * RING).to(gl.float32, bitcast=True)
+        m = load_word(statistics + n * RING).to(gl.float32, bitcast=True)
         factor = gl.exp2(m - top)
-        l += factor * _load_word(statistics + n * RING + 4).to(gl.float32, bitcast=True)
-        a, b, c, d = _load_words(place + n * RING)
+        l += factor * load_word(statistics + n * RING + 4).to(gl.float32, bitcast=True)
+        a, b, c, d = load_words(place + n * RING)
         o0 += factor * a.to(gl.float32, bitcast=True)
         o1 += factor * b.to(gl.float32, bitcast=True)
         o2 += factor * c.to(gl.float32, bitcast=True)
@@ -740,109 +349,11 @@ def _merge_warps(
     lse = gl.where(l > 0, top + gl.log2(safe), float("-inf"))
     gl.store(lse_ptr + rows, lse, mask=(head < G) & (quad % (D // 4) == 0))
     inverse = 1.0 / safe
-    o = _join4(o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse).reshape([GP * D // 4, 4])
+    o = join4(o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse).reshape([GP * D // 4, 4])
     layout: gl.constexpr = o.type.layout
     flat = 4 * gl.arange(0, GP * D // 4, layout=gl.SliceLayout(1, layout))[:, None]
     flat += gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
     gl.store(o_ptr + segment.to(gl.int64) * (G * D) + flat, o, mask=flat < G * D)
-
-
-@gluon.jit
-def _window_page(
-    index,
-    history,
-    head,
-    window_table_ptr,
-    K: gl.constexpr,
-    SINK_PAGES: gl.constexpr,
-    RECENT_SLOTS: gl.constexpr,
-):
-    """(page of the sequence, head's page in memory) of BF16 page `index`: sink pages, then recent pages."""
-    recent = index - SINK_PAGES
-    page = gl.where(recent < 0, index, index + history)
-    slot = gl.where(recent < 0, index, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
-    return page, gl.load(window_table_ptr + slot).to(gl.int64) * K + head
-
-
-@gluon.jit
-def _window_part(
-    query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
-    index, head, segment, o_ptr, lse_ptr,
-    K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
-    SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, EXACT_QUERY: gl.constexpr,
-):  # fmt: skip
-    """Attention over BF16 page `index` of the window, 16 tokens at a time.
-
-    Query and probabilities are split into two bf16, in neighbouring columns 2 h and 2 h + 1.
-    """
-    page, physical = _window_page(index, history, head, window_table_ptr, K, SINK_PAGES, RECENT_SLOTS)
-
-    # Contraction index 32 s + 16 t + 8 x + 2 c + b is channel 32 s + 8 c + 4 t + 2 x + b.
-    query_layout: gl.constexpr = _window_query_layout(D, GP)
-    n = _iota(query_layout, 4, 0, 2 * GP)
-    place = 32 * _iota(query_layout, 4, 1, D // 32) + 8 * _iota(query_layout, 4, 2, 4)
-    place = (n >> 1) * D + place + _iota(query_layout, 4, 3, 8)
-    q = gl.load(query_ptr + place, mask=((n >> 1) < G) & (place >= 0), other=0.0)
-    if EXACT_QUERY:
-        q = gl.where((n & 1) == 0, q, 0.0)
-    else:
-        coarse = q.to(gl.bfloat16)
-        q = gl.where((n & 1) == 0, coarse, (q - coarse.to(gl.float32)).to(gl.bfloat16))
-    q = q.reshape([2 * GP, D // 32, 4, 2, 2, 2]).permute((1, 3, 4, 2, 5, 0)).reshape([D, 2 * GP])
-    q = gl.convert_layout(q, HALVES_RIGHT, assert_trivial=True)
-
-    key_layout: gl.constexpr = _window_key_layout(D)
-    key_token = _iota(key_layout, 4, 0, 16)
-    key_channel = 32 * _iota(key_layout, 4, 1, D // 32) + 8 * _iota(key_layout, 4, 2, 4)
-    key_channel = key_channel + _iota(key_layout, 4, 3, 8)
-    value_layout: gl.constexpr = _window_value_layout(D)
-    value_token = _iota(value_layout, 4, 0, 16)
-    value_channel = 64 * _iota(value_layout, 4, 1, D // 64) + 8 * _iota(value_layout, 4, 2, 8)
-    value_channel = value_channel + _iota(value_layout, 4, 3, 8)
-
-    like = _first(gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC).reshape([16, GP, 2]))
-    score_layout: gl.constexpr = like.type.layout
-    head_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
-    m = gl.full([GP], EMPTY, gl.float32, layout=head_layout)
-    l = gl.full([GP], 0.0, gl.float32, layout=head_layout)
-    acc = gl.full([D, 2 * GP], 0.0, gl.float32, layout=ACC)
-    low = page * PAGE
-    for token in range(low, gl.minimum(low + PAGE, length), 16):
-        offset = physical * (PAGE * D) + (token - low) * D
-        key_mask = (token + key_token < length) & (token + key_token >= oldest) & (key_channel >= 0)
-        key = gl.load(window_key_ptr + offset + key_token * D + key_channel, mask=key_mask, other=0)
-        value_mask = (token + value_token < length) & (token + value_token >= oldest) & (value_channel >= 0)
-        value = gl.load(window_value_ptr + offset + value_token * D + value_channel, mask=value_mask, other=0)
-        # [16, D/32, c, t, x, b] -> [16, D/32, t, x, c, b]
-        key = key.to(gl.bfloat16, bitcast=True).reshape([16, D // 32, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5))
-        key = gl.convert_layout(key.reshape([16, D]), HALVES_LEFT, assert_trivial=True)
-        score = _mma(key, q, gl.full([16, 2 * GP], 0.0, gl.float32, layout=ACC))
-        first, second = gl.split(score.reshape([16, GP, 2]))
-        row = token + gl.arange(0, 16, layout=gl.SliceLayout(1, score_layout))
-        visible = ((row < length) & (row >= oldest))[:, None]
-        score = gl.where(visible, (first + second) * softmax_scale, HIDDEN)
-        m_new = gl.maximum(m, gl.max(score, 0))
-        alpha = gl.exp2(m - m_new)
-        p = gl.where(visible, gl.exp2(score - m_new[None, :]), 0.0)
-        l = l * alpha + gl.sum(p, 0)
-        rounded = p.to(gl.bfloat16)
-        p = gl.join(rounded, (p - rounded.to(gl.float32)).to(gl.bfloat16)).reshape([16, 2 * GP])
-        # rows of the product: [D/64, 4, 2, 8 g] = channel 64 s + 8 g + x, x = (4, 2)
-        value = value.to(gl.bfloat16, bitcast=True).permute((1, 3, 2, 0)).reshape([D, 16])
-        value = gl.convert_layout(value, HALVES_LEFT, assert_trivial=True)
-        columns = gl.join(alpha, alpha).reshape([2 * GP])
-        columns = gl.convert_layout(columns, gl.SliceLayout(0, ACC), assert_trivial=True)
-        acc = _mma(value, _transpose_operand(p, 16, 2 * GP), acc * columns[None, :])
-        m = m_new
-    first, second = gl.split(acc.reshape([D, GP, 2]))
-    o = first + second
-    out_layout: gl.constexpr = gl.SliceLayout(0, o.type.layout)
-    l = gl.convert_layout(l, out_layout)
-    m = gl.convert_layout(m, out_layout)
-    o = o * (1.0 / gl.where(l > 0, l, 1.0))[None, :]
-    row = gl.arange(0, D, layout=gl.SliceLayout(1, o.type.layout))
-    channel = (row & -64) + (row & 7) * 8 + ((row >> 3) & 7)
-    _store_partial(o, m, l, segment, channel, o_ptr, lse_ptr, G, GP, D)
 
 
 # ------------------------------------------------------------------------------------------ the kernel
@@ -877,10 +388,10 @@ def _stage_kernel(
     warp = gl.inline_asm_elementwise(WARP, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     ring = rings + warp * RING
     barriers = ring + STAGES * STAGE_BYTES
-    _run(BLOCK_BARRIER, "=r", ())  # the store above lies in a ring
+    run(BLOCK_BARRIER, "=r", ())  # the store above lies in a ring
     for n in gl.static_range(STAGES):
-        _run(START_BARRIER, "=r,r", (barriers + 8 * n,))
-    _run(PUBLISH_BARRIERS, "=r", ())
+        run(START_BARRIER, "=r,r", (barriers + 8 * n,))
+    run(PUBLISH_BARRIERS, "=r", ())
     slot = 0
     parity = 0
 
@@ -931,15 +442,12 @@ def _stage_kernel(
         window_low = (low + WINDOW_PAGES - 1) // WINDOW_PAGES
         window_high = gl.minimum((high + WINDOW_PAGES - 1) // WINDOW_PAGES, SLOTS)
         for window_page in range(window_low, window_high):
-            page, physical = _window_page(
-                window_page, history, head, window_table_ptr + b * SLOTS, K, SINK_PAGES, RECENT_SLOTS
-            )
-            if page * PAGE < length:
-                key_page = (window_key_ptr + physical * (PAGE * D)).to(gl.int64)
-                value_page = (window_value_ptr + physical * (PAGE * D)).to(gl.int64)
-                _run(PREFETCH, "=r,l,l,r", (key_page, value_page, 2 * PAGE * D))
+            prefetch_page(
+                window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS, length, history, window_page,
+                head, K, D, SINK_PAGES, RECENT_SLOTS,
+            )  # fmt: skip
         for window_page in range(window_low, window_high):
-            _window_part(
+            attend_page(
                 query_ptr + row * G * D, window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS,
                 length, history, oldest, softmax_scale, window_page, head, row * SLOTS + window_page, o_ptr,
                 lse_ptr, K, G, GP, D, SINK_PAGES, RECENT_SLOTS, EXACT_QUERY,
@@ -950,10 +458,10 @@ def _stage_kernel(
             following,
             K, G, GP, D, SINK_PAGES, SLIDING, STAGES, EXACT_QUERY,
         )  # fmt: skip
-        _run(BLOCK_BARRIER, "=r", ())
+        run(BLOCK_BARRIER, "=r", ())
         segment = batch * K * SLOTS + gl.program_id(0) + b * K
         _merge_warps(rings, segment, o_ptr, lse_ptr, G, GP, D, STAGES)
-        _run(BLOCK_BARRIER, "=r", ())
+        run(BLOCK_BARRIER, "=r", ())
         x = gl.minimum(row_end, end)
         start = row_end
         b += 1

@@ -9,18 +9,19 @@ from ...core.errors import ShapeError
 LARGE_SHARED_MEMORY = 200_000
 
 
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory one program can have."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def int16_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """bf16 numbers as their bits."""
     return tensor.view(torch.int16)
 
 
-def _pairs(rows: torch.Tensor) -> torch.Tensor:
+def int32_pairs(rows: torch.Tensor) -> torch.Tensor:
     """Rows as int32 pairs of bf16, in place where their strides allow it."""
     rows = rows.to(torch.bfloat16)
     offsets = (rows.storage_offset(), *rows.stride()[:-1])

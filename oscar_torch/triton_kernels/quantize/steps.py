@@ -1,4 +1,8 @@
-"""Steps 1 to 9 of the row quantizer as Triton functions, for the writers of pages and of tokens."""
+"""Steps 1 to 9 of the row quantizer in plain Triton: what the kernels that write pages and tokens share.
+
+A program quantizes `ROWS` rows of one page of one head: `row_operands` (or `scale_rows`, where the
+contraction goes by chunks), `rotate` (`rotate_chunks`), `store_codes`. The Gluon kernels share its constants.
+"""
 
 import triton
 import triton.language as tl
@@ -172,7 +176,7 @@ def _transform_rows(transform_ptr, rows, columns, D: tl.constexpr):
 
 
 @triton.jit
-def _load_transform(
+def load_transform(
     transform_ptr, IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """The whole transform's limbs, or placeholders when the contraction is chunked."""
@@ -184,7 +188,7 @@ def _load_transform(
 
 
 @triton.jit
-def _load_value_mean(mean_ptr, D: tl.constexpr, DP: tl.constexpr, QUARTERS: tl.constexpr):
+def load_value_mean(mean_ptr, D: tl.constexpr, DP: tl.constexpr, QUARTERS: tl.constexpr):
     """The calibrated mean of values, cleaned, and its largest magnitude."""
     channels = _row_channels(DP, QUARTERS)
     mean = _clean(_bf16_float(tl.load(mean_ptr + channels, mask=channels < D, other=0)))
@@ -238,7 +242,7 @@ def _center_values(
 
 
 @triton.jit
-def _scale_rows(
+def scale_rows(
     rows_ptr, stride_token, value_mean, value_mean_largest, mean_ptr, row0, valid,
     IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -267,12 +271,12 @@ def _scale_rows(
 
 
 @triton.jit
-def _row_operands(
+def row_operands(
     rows_ptr, stride_token, value_mean, value_mean_largest, mean_ptr, row0, valid,
     IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 5, arguments as of `_scale_rows` -> (high limbs int8 [R, DP], low limbs, exponent [R])."""
-    z, exponent, factor, _ = _scale_rows(
+    """Steps 1 to 5, arguments as of `scale_rows` -> (high limbs int8 [R, DP], low limbs, exponent [R])."""
+    z, exponent, factor, _ = scale_rows(
         rows_ptr, stride_token, value_mean, value_mean_largest, mean_ptr, row0, valid, IS_KEY, D, DP, ROWS
     )
     high, low = _row_limbs(z * factor[:, None] + 0.5)
@@ -280,7 +284,7 @@ def _row_operands(
 
 
 @triton.jit
-def _rotate(x_high, x_low, t_high, t_low):
+def rotate(x_high, x_low, t_high, t_low):
     """Step 6: int8 limbs [R, C] and [C, N] -> int32 [R, N]."""
     y = tl.dot(x_high, t_high, out_dtype=tl.int32) << 8
     y = tl.dot(x_high, t_low, acc=y, out_dtype=tl.int32)
@@ -289,7 +293,7 @@ def _rotate(x_high, x_low, t_high, t_low):
 
 
 @triton.jit
-def _rotate_chunks(
+def rotate_chunks(
     rows_ptr, stride_token, factor, largest, mean_ptr, row0, transform_ptr,
     IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +341,7 @@ def _key_words(complements, DP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _token_powers(ROWS: tl.constexpr):
+def token_powers(ROWS: tl.constexpr):
     """fp16 [R, 8]: 4**(token % 8) where column 2 w + h stands for half h of word w of the token."""
     token = tl.arange(0, ROWS)
     own = token[:, None] // 8 == tl.arange(0, 8)[None, :]
@@ -362,7 +366,7 @@ def _value_words(complements, powers, DP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
+def store_codes(
     y, exponent, multiplier, powers, codes_ptr, scale_ptr, row0,
     IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -22,18 +22,25 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import DTypeError, ShapeError
-from ..launch.tensors import LARGE_SHARED_MEMORY, _bits, _pairs, _shared_memory, check_device, rotation_stride
+from ..launch.tensors import (
+    LARGE_SHARED_MEMORY,
+    check_device,
+    int16_bits,
+    int32_pairs,
+    rotation_stride,
+    shared_memory,
+)
 from .steps import (
     CODES,
     PAGE,
-    _load_transform,
-    _load_value_mean,
-    _rotate,
-    _rotate_chunks,
-    _row_operands,
-    _scale_rows,
-    _store_codes,
-    _token_powers,
+    load_transform,
+    load_value_mean,
+    rotate,
+    rotate_chunks,
+    row_operands,
+    scale_rows,
+    store_codes,
+    token_powers,
 )
 
 # ------------------------------------------------------------------------------------------------- kernels
@@ -53,16 +60,16 @@ def _bulk_role(
     """
     transform_ptr += head * stride_rotation * D * D
     multiplier = tl.load(multiplier_ptr + head * stride_rotation)
-    t_high, t_low = _load_transform(transform_ptr, IS_KEY, D, DP, CHUNK)
+    t_high, t_low = load_transform(transform_ptr, IS_KEY, D, DP, CHUNK)
     value_mean, value_mean_largest, powers = 0, 0, 0
     if not IS_KEY:
         mean_ptr += head * stride_rotation * D
-        value_mean, value_mean_largest = _load_value_mean(mean_ptr, D, DP, True)
-        powers = _token_powers(ROWS)
+        value_mean, value_mean_largest = load_value_mean(mean_ptr, D, DP, True)
+        powers = token_powers(ROWS)
     first, step = tl.program_id(1), tl.num_programs(1)
     page = tl.cast(first, tl.int64)
     if CHUNK == DP:
-        high, low, exponent = _row_operands(
+        high, low, exponent = row_operands(
             rows_ptr + page * stride_page, stride_token, value_mean, value_mean_largest,
             mean_ptr + (page * K + head) * D, row0, True, IS_KEY, D, DP, ROWS,
         )  # fmt: skip
@@ -71,23 +78,23 @@ def _bulk_role(
         page_ptr = rows_ptr + page * stride_page
         slot = page * K + head
         if CHUNK == DP:
-            y = _rotate(high, low, t_high, t_low)
+            y = rotate(high, low, t_high, t_low)
         else:
             page_mean_ptr = mean_ptr + slot * D if IS_KEY else mean_ptr
-            _, exponent, factor, largest = _scale_rows(
+            _, exponent, factor, largest = scale_rows(
                 page_ptr, stride_token, value_mean, value_mean_largest, page_mean_ptr, row0, True,
                 IS_KEY, D, DP, ROWS,
             )  # fmt: skip
-            y = _rotate_chunks(
+            y = rotate_chunks(
                 page_ptr, stride_token, factor, largest, page_mean_ptr, row0, transform_ptr,
                 IS_KEY, D, DP, ROWS, CHUNK,
             )  # fmt: skip
-        _store_codes(
+        store_codes(
             y, exponent, multiplier, powers, codes_ptr + slot * (PAGE * D // CODES), scale_ptr + slot * PAGE,
             row0, IS_KEY, D, DP, ROWS,
         )  # fmt: skip
         if CHUNK == DP:
-            high, low, exponent = _row_operands(
+            high, low, exponent = row_operands(
                 page_ptr + step * stride_page, stride_token, value_mean, value_mean_largest,
                 mean_ptr + (slot + step * K) * D, row0, i + step < num_pages, IS_KEY, D, DP, ROWS,
             )  # fmt: skip
@@ -133,7 +140,7 @@ def _bulk_tiles(head_dim: int, device: torch.device) -> dict[str, int]:
     if padded <= 128:
         return {"DP": padded, "ROWS": 64, "CHUNK": padded, "num_warps": 4, "maxnreg": 168}
     if padded == 256:
-        chunk = 256 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 32
+        chunk = 256 if shared_memory(device) >= LARGE_SHARED_MEMORY else 32
         return {"DP": padded, "ROWS": 64, "CHUNK": chunk, "num_warps": 8}
     return {"DP": padded, "ROWS": 16, "CHUNK": 32, "num_warps": 8}
 
@@ -177,7 +184,7 @@ def _prepare(
 
     mean = empty("key_page_mean") if mean is None else mean.contiguous()
     arrays = (empty(f"{role}_codes"), empty(f"{role}_scale"))
-    return _Role(_pairs(rows), transform.contiguous(), multiplier, mean, *arrays)
+    return _Role(int32_pairs(rows), transform.contiguous(), multiplier, mean, *arrays)
 
 
 def _quantize(keys: _Role | None, values: _Role | None, launch: Launch) -> None:
@@ -195,8 +202,9 @@ def _quantize(keys: _Role | None, values: _Role | None, launch: Launch) -> None:
         return
     arguments = (
         key.rows, value.rows, *key.rows.stride()[:3], num_pages, key.transform, value.transform,
-        key.multiplier, value.multiplier, _bits(value.mean), rotation_stride(key.transform.shape[0], heads),
-        key.codes, value.codes, _bits(key.scale), _bits(value.scale), _bits(key.mean),
+        key.multiplier, value.multiplier, int16_bits(value.mean),
+        rotation_stride(key.transform.shape[0], heads), key.codes, value.codes, int16_bits(key.scale),
+        int16_bits(value.scale), int16_bits(key.mean),
     )  # fmt: skip
     launch(arguments, len(roles), {"FIRST_ROLE": int(keys is None), "K": heads, "D": 2 * key.rows.shape[-1]})
 
