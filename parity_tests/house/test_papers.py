@@ -1,5 +1,7 @@
 """The papers say what is there: links, paths, the index, the license and the bounds of dependencies."""
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,6 +14,7 @@ PAGES = sorted(
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/**/*.md")]
     if path.is_file()
 )
+RUNS = sorted(path for path in (ROOT / "results").glob("*/*") if path.is_dir())
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:oscar_\w+|parity_tests|scripts|docs|results)/[\w./-]*|\w+\.(?:md|toml))`")
 
@@ -45,6 +48,34 @@ def test_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"]({page.name})" in index, f"{page.name} is not in the index"
+
+
+def test_tables_equal_the_runs() -> None:
+    """Tables of the README and the index of the runs are what scripts/readme_tables.py makes of run.json."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "scripts" / "readme_tables.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main(["--check"]) == 0
+    text = (ROOT / "README.md").read_text()
+    assert {match[1] for match in script.BLOCK.findall(text)} == {"quality", "size", "equality", "speed"}
+    assert script.rendered(text.replace("7.75", "7.74")) == text, "a changed number is noticed"
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=[str(folder.relative_to(ROOT / "results")) for folder in RUNS])
+def test_a_run_has_a_record_and_a_page(folder: Path) -> None:
+    """results/SUBJECT/DEVICE-DATE/{run.json, page.md, plot.png}, and no raw sweeps."""
+    assert re.fullmatch(r"[a-z0-9]+-\d{4}-\d\d-\d\d", folder.name)
+    names = {path.name for path in folder.iterdir()}
+    assert {"run.json", "page.md"} <= names <= {"run.json", "page.md", "plot.png"}
+    assert json.loads((folder / "run.json").read_text())
+
+
+def test_results_hold_nothing_else() -> None:
+    """A file that is no part of a run has no place in results/."""
+    for path in (ROOT / "results").rglob("*"):
+        if path.is_file() and path != ROOT / "results" / "README.md":
+            assert path.parent in RUNS, path
 
 
 def test_license_and_bounds() -> None:

@@ -1,0 +1,176 @@
+"""Writes the tables of README.md and the index of results/ from the recorded runs.
+
+    python scripts/readme_tables.py [--check]
+
+A page marks a table by `<!-- table NAME -->` and `<!-- end -->`; what stands between is replaced by what
+`TABLES` makes of results/SUBJECT/DEVICE-DATE/run.json. With --check nothing is written: exit code 1 names the
+pages that differ from the runs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from oscar_torch.core import cache_format as fmt
+from oscar_torch.core.config import CacheConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "results/README.md")
+BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
+KERNELS_JAX = "kernels-jax/h200-2026-11-29"
+KERNELS_TORCH = "kernels-torch/h200-2026-11-30"
+PARITY = ("parity/h200-2026-11-30", "parity/cpu-2026-11-29", "parity-xla-torch/cpu-2026-11-29")
+
+METHODS = {  # name in the run -> name in the table
+    "bf16": "BF16",
+    "int2:channel_balanced": "**OSCAR-KV** (default basis)",
+    "published": "published OSCAR recipe",
+    "hadamard": "Hadamard, asymmetric",
+    "naive": "no rotation, asymmetric",
+}
+SPEED_CASES = ((8, 102_400), (1, 102_400), (32, 32_768), (8, 4096))
+
+
+def load(run: str) -> dict[str, Any]:
+    """The record of one run, SUBJECT/DEVICE-DATE."""
+    return json.loads((ROOT / "results" / run / "run.json").read_text())
+
+
+def table(titles: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; every column but the first is aligned to the right."""
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def short(number: float) -> str:
+    """Three significant digits, without a zero before the point."""
+    return f"{number:.3g}".replace("0.", ".", 1) if 0 < number < 1 else f"{number:.3g}"
+
+
+def quality() -> str:
+    """What two bits cost: perplexity, KL to BF16 below and past 16K, equal first choices."""
+    methods = {row["method"]: row for row in load(QUALITY)["methods"]}
+    rows = [
+        [
+            title,
+            short(row["bits_per_element"]),
+            short(row["perplexity"]),
+            short(row["kl_mean_first_half"]),
+            short(row["kl_mean_second_half"]),
+            f"{row['top1']:.1%}",
+        ]
+        for title, row in ((title, methods[name]) for name, title in METHODS.items())
+    ]
+    return table(["method", "bits", "perplexity", "KL, first 16K", "KL past 16K", "same top token"], rows)
+
+
+def size() -> str:
+    """Bytes by head_dim, from the constants of the format, and of whole sequences with their BF16 windows."""
+    rows = []
+    for head_dim in (64, 128, 256):
+        int2, bf16 = fmt.int2_page_bytes(head_dim), fmt.window_page_bytes(head_dim)
+
+        def saved(length: int, head_dim: int = head_dim, int2: int = int2, bf16: int = bf16) -> str:
+            history = CacheConfig(1, 1, head_dim).history_pages(length)
+            pages = -(-length // fmt.PAGE_TOKENS)
+            return f"{pages * bf16 / (history * int2 + (pages - history) * bf16):.1f} ×"
+
+        bits = f"{int2 * 8 / (2 * fmt.PAGE_TOKENS * head_dim):.2f}"
+        rows.append([str(head_dim), str(int2), str(bf16), bits, saved(8192), saved(32_768), saved(102_400)])
+    titles = ["head_dim", "INT2 page, bytes", "BF16 page", "bits per element"]
+    return table([*titles, "smaller at 8K", "at 32K", "at 100K"], rows)
+
+
+def equality() -> str:
+    """Codes compared with the NumPy oracle, and how many differed."""
+    rows = []
+    for run in PARITY:
+        record = load(run)
+        names = ", ".join(row["implementation"] for row in record["pages"])
+        device = record["pages"][0]["versions"]["device"]
+        codes = sum(row["codes"] for row in record["pages"])
+        differences = sum(row["differences"] for row in record["pages"])
+        rows.append([f"[{device}](results/{run}/page.md)", names, f"{codes:,}", str(differences)])
+    return table(["device", "implementations", "codes compared", "differences"], rows)
+
+
+def speed() -> str:
+    """One decode-attention call of a Qwen3-8B layer, microseconds."""
+    jax, torch = load(KERNELS_JAX)["rows"], load(KERNELS_TORCH)["rows"]
+    rows = []
+    for batch, length in SPEED_CASES:
+        wanted = {"shape": "qwen3-8b", "what": "decode", "batch": batch, "length": length}
+        (mosaic,) = [row for row in jax if wanted.items() <= row.items()]
+        wanted = {"model": "qwen3-8b", "task": "decode", "batch": batch, "length": length}
+        times = {row["kernel"]: row["microseconds"] for row in torch if wanted.items() <= row.items()}
+        best = min(time for kernel, time in times.items() if kernel.startswith("BF16"))
+        gluon, triton = times["INT2 gluon"], times["INT2 triton"]
+        rows.append(
+            [
+                f"{batch} × {length:,}",
+                *(short_us(t) for t in (mosaic["int2_floor_us"], mosaic["int2_us"], gluon, triton)),
+                f"{short_us(mosaic['bf16_us'])} · {short_us(best)}",
+                f"**{mosaic['bf16_us'] / mosaic['int2_us']:.1f} × · {best / gluon:.1f} ×**",
+            ]
+        )
+    titles = ["sequences × tokens", "floor of the bytes", "JAX (Mosaic GPU)", "Torch (Gluon)", "plain Triton"]
+    return table([*titles, "best BF16, JAX · Torch", "faster"], rows)
+
+
+def short_us(time: float) -> str:
+    """Microseconds as whole numbers, one decimal below 10."""
+    return f"{time:.0f}" if time >= 9.95 else f"{time:.1f}"
+
+
+def runs() -> str:
+    """Every recorded run with its device, date and command."""
+    rows = []
+    for path in sorted((ROOT / "results").glob("*/*/run.json")):
+        record, folder = json.loads(path.read_text()), path.parent
+        subject, name = folder.parts[-2:]
+        device, date = name.split("-", 1)
+        command = record.get("command", "oscar evaluate, as the page says")
+        rows.append([f"[{subject}]({subject}/{name}/page.md)", device, date, f"`{command}`"])
+    return table(["subject", "device", "date", "command"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "quality": quality,
+    "size": size,
+    "equality": equality,
+    "speed": speed,
+    "runs": runs,
+}
+
+
+def rendered(text: str) -> str:
+    """A page with every marked table made anew."""
+    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[4], text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the pages, or with --check says which differ."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if (new := rendered(text)) != text:
+            stale.append(name)
+            if not check:
+                page.write_text(new)
+    if check and stale:
+        print(f"not as the runs say: {', '.join(stale)}; run scripts/readme_tables.py", file=sys.stderr)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
