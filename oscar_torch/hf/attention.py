@@ -79,10 +79,11 @@ def _attend(
             return _sdpa_with_sinks(module, query, key, value, attention_mask, s_aux, **options)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
-    return _over_cache(
+    out = _over_cache(
         layer, module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window,
         softcap=softcap, s_aux=s_aux, position_bias=position_bias,
-    ), None  # fmt: skip
+    )  # fmt: skip
+    return _without_gradient(out, query, key, value), None
 
 
 @torch.no_grad()
@@ -201,18 +202,20 @@ def _new_tokens(
     )
     if use_vmap or not causal:
         raise ConfigError(
-            f"attention pattern {mask_function.__qualname__!r}, allowed: causal, also with a sliding window"
+            f"attention pattern {mask_function.__qualname__!r}, allowed: causal, also with a sliding window "
+            "(image blocks that see themselves both ways, and texts packed into one row, are other patterns)"
         )
-    if attention_mask is None:
-        return None
-    if isinstance(layer, StaticLayer) and isinstance(q_offset, Tensor):
-        return _static_mask(layer, attention_mask, q_length)
-    if attention_mask.shape[1] != q_offset + q_length:
+    if isinstance(layer, StaticLayer):
+        if attention_mask is None:
+            return None
+        if isinstance(q_offset, Tensor):
+            return _static_mask(layer, attention_mask, q_length)
+    if attention_mask is not None and attention_mask.shape[1] != q_offset + q_length:
         raise ShapeError(
             f"attention mask of {attention_mask.shape[1]} columns, expected {q_offset + q_length}: "
             f"{q_offset} in the cache and {q_length} new"
         )
-    return _unless_all_tokens(attention_mask[:, -q_length:])
+    return layer.new_tokens(attention_mask, q_length)
 
 
 def _static_mask(layer: StaticLayer, attention_mask: Tensor, q_length: int) -> Tensor | None:
@@ -231,6 +234,28 @@ def _static_mask(layer: StaticLayer, attention_mask: Tensor, q_length: int) -> T
 def _unless_all_tokens(columns: Tensor) -> Tensor | None:
     columns = columns.to(torch.bool)
     return None if columns.all() else columns
+
+
+class _NoGradient(torch.autograd.Function):
+    """The output of attention over 2-bit pages, where a backward pass ends with an error."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ConfigError(
+            "backward through attention over an OscarCache, allowed: inference "
+            "(without past_key_values the same model attends like 'sdpa' and has gradients)"
+        )
+
+
+def _without_gradient(out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out`, from which no gradient can be asked: silence would be a gradient without any attention path."""
+    if torch.is_grad_enabled() and any(rows.requires_grad for rows in inputs):
+        return _NoGradient.apply(out, *inputs)  # type: ignore[return-value]
+    return out
 
 
 # Without an OscarCache.

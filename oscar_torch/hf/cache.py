@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
-from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
+from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer, interrupted
 from .model_check import _hub_id, cache_config, layer_windows
 from .static_layer import Ledger, StaticLayer
 
@@ -86,13 +86,47 @@ class OscarCache(Cache):
                 f"attn_implementation = {implementation!r}, allowed with an OscarCache: {ATTENTION!r} "
                 "(and the config given to the cache must be model.config)"
             )
+        if layer_idx == 0:
+            self._require_whole()
         return self.layers[layer_idx].update(key_states, value_states)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that the attention mask covers, and its offset; ConfigError after an interrupted step."""
+        self._require_whole()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _require_whole(self) -> None:
+        """Raises ConfigError if an exception left the middle of a forward: some layers have its rows."""
+        columns = {layer.columns for layer in self.layers}
+        if len(columns) > 1 or any(layer.writing is not None for layer in self.layers):
+            raise interrupted(min(columns))
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove columns from every layer or from none; see `OscarLayer.crop`."""
+        """Removes the last -tokens_to_remove columns from every layer or from none; see `OscarLayer.crop`.
+
+        After a forward that was interrupted, only a length to keep (a positive number) says what is meant.
+        """
+        if tokens_to_remove <= 0:
+            self._require_whole()
         removals = [layer.removable(tokens_to_remove) for layer in self.layers]
         for layer, removal in zip(self.layers, removals):
             layer.remove(removal)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (or those where a bool mask is True)."""
+        self._require_whole()
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence `repeats` times; INT2 pages are shared, not copied."""
+        self._require_whole()
+        super().batch_repeat_interleave(repeats)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes sequence i continue what sequence beam_idx[i] holds."""
+        self._require_whole()
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
 
     def live_bytes(self) -> dict[str, int]:
         """Sums of `cache.live_bytes` over the layers: bytes in use, bytes allocated, the same in BF16."""

@@ -40,6 +40,12 @@ GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
 _handover = threading.local()
 
 
+def interrupted(columns: int) -> ConfigError:
+    """The refusal of a step after one that an exception ended, before which there were `columns` columns."""
+    back = f"crop({columns}), which goes back to before it, or " if columns else ""
+    return ConfigError(f"an exception interrupted a step, layers have parts of it; allowed: {back}reset()")
+
+
 def take_announced(key: Tensor) -> "OscarLayer | None":
     """The layer whose `update` returned `key`, once; None if no OscarCache did.
 
@@ -118,10 +124,12 @@ class OscarLayer(CacheLayerMixin):
         self.reached: list[int] = []  # the length that each ring has been written up to
         self.columns = 0  # what transformers counts: tokens and padding
         self.chunks: list[int | Tensor] = []  # columns that are all tokens, or a bool [B, T] that tells
+        self.writing: list[int] | None = None  # while rows are being stored: the lengths they lead to
         self._forget()
 
     # What transformers asks of a cache layer.
 
+    @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates an empty store for key_states [B, K, T, D]; raises ShapeError for another geometry."""
         self._check_geometry(key_states, value_states)
@@ -159,6 +167,40 @@ class OscarLayer(CacheLayerMixin):
         """Columns that the attention mask covers, and its offset."""
         request_mask(self, self.columns, query_length)
         return self.columns + query_length, 0
+
+    def new_tokens(self, attention_mask: Tensor | None, new_columns: int) -> Tensor | None:
+        """Which of the new columns are tokens: bool [B, new_columns], or None for all of them.
+
+        `attention_mask` [B, stored and new columns]. Raises ConfigError if it wants to see stored columns
+        differently than when they came: what was padding is not stored, what was a token is attended to.
+        """
+        mask = None if attention_mask is None else attention_mask.to(torch.bool)
+        padded = not all(isinstance(chunk, int) for chunk in self.chunks)
+        if not padded and (mask is None or bool(mask.all())):
+            return None
+        if mask is None:
+            raise ConfigError(
+                f"attention_mask = None over {self.columns} stored columns with padding among them, "
+                "allowed: the mask of all columns"
+            )
+        stored = self._stored_mask(mask)
+        if not torch.equal(mask[:, : self.columns], stored):
+            b, column = (mask[:, : self.columns] != stored).nonzero()[0].tolist()
+            raise ConfigError(
+                f"attention mask {int(mask[b, column])} for stored column {column} of sequence {b}, "
+                f"allowed: {int(stored[b, column])}, as when it was stored "
+                "(crop the cache to forget the latest columns)"
+            )
+        new = mask[:, self.columns :]
+        return None if bool(new.all()) else new
+
+    def _stored_mask(self, mask: Tensor) -> Tensor:
+        """Which of the stored columns are tokens, bool [B, columns] on the device of `mask`."""
+        parts = [
+            mask.new_ones(len(mask), chunk) if isinstance(chunk, int) else chunk.to(mask.device)
+            for chunk in self.chunks
+        ]
+        return torch.cat([mask.new_ones(len(mask), 0), *parts], dim=1)
 
     def get_seq_length(self) -> int:
         """Columns seen so far, padding included."""
@@ -209,6 +251,7 @@ class OscarLayer(CacheLayerMixin):
 
     # Storing and attending.
 
+    @torch.inference_mode(False)
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
     ) -> Tensor:
@@ -217,6 +260,8 @@ class OscarLayer(CacheLayerMixin):
         `real` bool [B, T] marks tokens among padding (None: all are tokens); padding yields zeros.
         """
         batch, columns = query.shape[:2]
+        if self.writing is not None:
+            raise interrupted(self.columns)
         if self.store is None:
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         if batch != len(self.lengths):
@@ -226,6 +271,7 @@ class OscarLayer(CacheLayerMixin):
         counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
         self._reserve(counts)
         recording = self._begin_recording(columns)
+        self.writing = [length + count for length, count in zip(self.lengths, counts)]
         options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
         if columns == 1:
             out, self.store = attend(
@@ -239,6 +285,7 @@ class OscarLayer(CacheLayerMixin):
         if self.observer is not None:
             self.observer(query, key, value, out)
         self._count(counts, columns if real is None else real)
+        self.writing = None
         if recording:
             self._recorded.append((key, value, real))
         return out
@@ -308,7 +355,7 @@ class OscarLayer(CacheLayerMixin):
         if missing > len(free):
             first = self.store.key_codes.shape[0]
             extra = missing - len(free) + (GROW_PAGES * len(counts) if self.max_length is None else 0)
-            _enlarge_pool(self.store, extra)
+            self.store = _enlarged(self.store, extra)
             free += range(first, first + extra)
         width = max(len(table[0]), *needed)
         pages = iter(free)
@@ -334,6 +381,8 @@ class OscarLayer(CacheLayerMixin):
             tokens_to_remove = -max(0, self.columns - tokens_to_remove)
         columns = min(-tokens_to_remove, self.columns)
         tokens = self._tokens_in_last(columns)
+        if self.writing is not None:  # and what an interrupted step may have stored
+            tokens = [n + after - before for n, after, before in zip(tokens, self.writing, self.lengths)]
         removal = Removal(columns, tokens, by_replay=False)
         if self.store is None or not any(tokens):
             return removal
@@ -341,27 +390,31 @@ class OscarLayer(CacheLayerMixin):
         if refusal is None:
             return removal
         recorded = sum(key.shape[1] for key, _, _ in self._recorded)
-        if columns > recorded:
+        if self._snapshot is None or columns > recorded:
             raise QuantizedTokensError(refusal)
         return dataclasses.replace(removal, by_replay=True)
 
+    @torch.inference_mode(False)
     def remove(self, removal: "Removal") -> None:
         """Executes a removal."""
         if removal.by_replay:
             self._replay(removal.columns)
-        elif removal.columns:
+        elif removal.columns or self.writing is not None:
             self._drop_columns(removal.columns)
-            self.lengths = [length - n for length, n in zip(self.lengths, removal.tokens)]
+            written = self.writing or self.lengths
+            self.reached = [max(pair) for pair in zip(self.reached, written)]
+            self.lengths = [length - n for length, n in zip(written, removal.tokens)]
             if self.store is not None:
-                self.store.lengths -= _int32(removal.tokens, self.store.lengths.device)
+                self.store.lengths.copy_(_int32(self.lengths, self.store.lengths.device))
                 if isinstance(self.store, LayerCache):
                     history = [self.config.history_pages(length) for length in self.lengths]
                     self.store.history_pages.copy_(_int32(history, self.store.lengths.device))
+        self.writing = None
         self._forget()
 
     def _refusal(self, tokens: list[int]) -> str | None:
         """Why the last tokens[b] tokens of the sequences cannot be removed exactly, or None if they can."""
-        for b, (length, removed) in enumerate(zip(self.lengths, tokens)):
+        for b, (length, removed) in enumerate(zip(self.writing or self.lengths, tokens)):
             left = length - removed
             if isinstance(self.store, LayerCache):
                 history, wanted = self.config.history_pages(length), self.config.history_pages(left)
@@ -374,7 +427,7 @@ class OscarLayer(CacheLayerMixin):
                     )
             elif isinstance(self.store, DenseCache) and self.sliding_window is not None:
                 slots = self.store.key.shape[1]
-                oldest = max(0, self.reached[b] - slots)
+                oldest = max(0, max(self.reached[b], length) - slots)
                 if removed and max(0, left - self.sliding_window + 1) < oldest:
                     return (
                         f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
@@ -452,6 +505,7 @@ class OscarLayer(CacheLayerMixin):
 
     # Other batches.
 
+    @torch.inference_mode(False)
     def select(self, indices: Tensor) -> None:
         """Makes the batch the sequences `indices`, repeated or left out as given.
 
@@ -478,6 +532,7 @@ class OscarLayer(CacheLayerMixin):
         self.chunks = [c if isinstance(c, int) else c[indices.to(c.device)] for c in self.chunks]
         self._forget()
 
+    @torch.inference_mode(False)
     def copy(self) -> "OscarLayer":
         """An independent layer of the same content; the rotation is shared."""
         twin = copy.copy(self)
@@ -528,10 +583,11 @@ def _allocate_int2(
     return store
 
 
-def _enlarge_pool(store: LayerCache, extra: int) -> None:
-    for name in fmt.INT2_ARRAYS:
-        array = getattr(store, name)
-        setattr(store, name, torch.cat([array, array.new_zeros((extra, *array.shape[1:]))]))
+def _enlarged(store: LayerCache, extra: int) -> LayerCache:
+    """The same cache with `extra` further INT2 pages; an interruption leaves the old one whole."""
+    old = {name: getattr(store, name) for name in fmt.INT2_ARRAYS}
+    new = {name: torch.cat([a, a.new_zeros((extra, *a.shape[1:]))]) for name, a in old.items()}
+    return dataclasses.replace(store, **new)
 
 
 def _tokens_first(rows: Tensor, real: Tensor | None) -> Tensor:

@@ -322,6 +322,13 @@ class StaticLayer(OscarLayer):
             request_mask(self, self.get_seq_length(), query_length)
         return self.ledger.max_length, 0
 
+    def new_tokens(self, attention_mask: Tensor | None, new_columns: int) -> Tensor | None:
+        """Which of the new columns are tokens: bool [B, new_columns], or None for all of them."""
+        if attention_mask is None:
+            return None
+        new = attention_mask[:, -new_columns:].to(torch.bool)
+        return None if new.all() else new
+
     def get_seq_length(self) -> Any:
         """Columns seen so far, padding included: int64 [] on the device, 0 before the first."""
         return 0 if self.ledger.device_columns is None else self.ledger.device_columns
