@@ -132,7 +132,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
         layers = subject.int2_layers(all_layers=arguments.all_layers)
         rotations.require_fits(config, layers, model_id=config.model_id)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
-    encoded = [head + subject.encode(prompt) for prompt in prompts]
+    encoded = [subject.encode(prompt) for prompt in prompts]
+    # A prompt that starts with the token itself (chat templates) does not get a second one.
+    encoded = [ids if head and ids[:1] == head else head + ids for ids in encoded]
     longest = max(map(len, encoded)) + arguments.max_new_tokens
     if longest > config.max_positions:
         raise ConfigError(

@@ -52,7 +52,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what attention and MLP add
     logit_scale: float = 1.0
     tie_embeddings: bool = False
-    bos_token_id: int | None = None
+    bos_token_id: int | None = None  # put before every text, None: nothing
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

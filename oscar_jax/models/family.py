@@ -106,6 +106,7 @@ class Family:
     )
     gguf_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()  # keys that transformers has for the family and does not use
     gguf_interleaves_rope: bool = False  # llama.cpp stores query and key rows in interleaved rope order
     adapt: Callable[[TensorSource, Any], TensorSource] = _unchanged  # (source, ModelConfig)
 

@@ -133,6 +133,11 @@ def config_from_hf(
         if not isinstance(text, dict):
             raise ConfigError(f"{family.text_section} holds {type(text).__name__}, expected an object")
         _refuse(sorted(set(around) - _AROUND_TEXT), around, _HARMLESS, _NEUTRAL, "config.json")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ConfigError(
+            f"weights quantized by {method!r} (quantization_config) are not supported, allowed: none"
+        )
     settings = Settings(text, family.defaults)
     fields = _read_common(settings, family)
     fields |= family.fields

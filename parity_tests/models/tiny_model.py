@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 def write_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
     """Writes config.json, model.safetensors and a byte tokenizer; `changes` override the config."""
     from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     config = CONFIG | changes
@@ -68,6 +68,9 @@ def write_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(
         directory
     )
