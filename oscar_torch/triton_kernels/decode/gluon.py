@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core import cache_format as fmt
+from ..launch.aggregate import aggregate
 from ..launch.tensors import check_hopper
 from . import triton as plain
 from .gluon_warp import (
@@ -66,7 +67,7 @@ from .gluon_warp import (
     weight_operand,
     whole_sums,
 )
-from .gluon_window import attend_page, prefetch_page
+from .gluon_window import Window, attend_page, prefetch_page
 
 HEAD_DIMS = (64, 128, 256)
 SLACK = gl.constexpr(2.0**24)  # the maximum only moves when P, summed over a lane's tokens, exceeds this
@@ -146,17 +147,25 @@ def _fetch_assembly(head_dim: int) -> str:
     return "\n".join([*lines, "done:", "mov.b32 $0, 0; }"])
 
 
+@aggregate
+class _Pool:
+    """Where the INT2 pages of one head lie."""
+
+    key_codes_ptr: gl.tensor
+    value_codes_ptr: gl.tensor
+    mean_ptr: gl.tensor
+    key_scale_ptr: gl.tensor
+    value_scale_ptr: gl.tensor
+
+
 @gluon.jit
-def _fetch(
-    key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr, physical, stage, barrier,
-    wanted, D: gl.constexpr,
-):  # fmt: skip
+def _fetch(pool, physical, stage, barrier, wanted, D: gl.constexpr):
     """Asks for a head's page; every lane has read what the stage held."""
     sources = [
-        (key_codes_ptr + physical * (4 * D)).to(gl.int64),
-        (value_codes_ptr + physical * (4 * D)).to(gl.int64),
-        (mean_ptr + physical * D).to(gl.int64), (key_scale_ptr + physical * PAGE).to(gl.int64),
-        (value_scale_ptr + physical * PAGE).to(gl.int64), stage, barrier, wanted.to(gl.int32),
+        (pool.key_codes_ptr + physical * (4 * D)).to(gl.int64),
+        (pool.value_codes_ptr + physical * (4 * D)).to(gl.int64),
+        (pool.mean_ptr + physical * D).to(gl.int64), (pool.key_scale_ptr + physical * PAGE).to(gl.int64),
+        (pool.value_scale_ptr + physical * PAGE).to(gl.int64), stage, barrier, wanted.to(gl.int32),
     ]  # fmt: skip
     run(_fetch_assembly(D), "=r,l,l,l,l,l,r,r,r", sources)
 
@@ -172,8 +181,8 @@ def _next(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _history_part(
-    rotated_ptr, query_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
-    table_ptr, low, high, oldest, softmax_scale, ring, barriers, slot, parity, following,
+    rotated_ptr, query_ptr, pool, table_ptr, low, high, oldest, softmax_scale, ring, barriers, slot, parity,
+    following,
     K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr,
     SLIDING: gl.constexpr, STAGES: gl.constexpr, EXACT_QUERY: gl.constexpr,
 ):  # fmt: skip
@@ -211,8 +220,8 @@ def _history_part(
     # The last page of the ring waits with the query, whose rotation would else stand in line behind it.
     write = gl.where(slot + AHEAD >= STAGES, slot + AHEAD - STAGES, slot + AHEAD)
     _fetch(
-        key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr, following.to(gl.int64) * K,
-        ring + write * STAGE_BYTES, barriers + 8 * write, low + AHEAD < high, D,
+        pool, following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
+        low + AHEAD < high, D,
     )  # fmt: skip
     following = gl.load(table_ptr + low + STAGES, mask=low + STAGES < high, other=0)
     limbs, top, query_sum = fixed_query(rotated_ptr, G, GP, D)
@@ -244,8 +253,7 @@ def _history_part(
         k0, k1, k2, k3 = load_words(scale_lane + stage + KEY_SCALE)
         v0, v1, v2, v3 = load_words(scale_lane + stage + VALUE_SCALE)
         _fetch(
-            key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr, value_scale_ptr,
-            following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
+            pool, following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
             (page > low) & (page + AHEAD < high), D,
         )  # fmt: skip
         following = gl.load(table_ptr + page + (AHEAD + 1), mask=page + (AHEAD + 1) < high, other=0)
@@ -409,11 +417,10 @@ def _stage_kernel(
     earlier = gl.associative_scan(load, 0, _add) <= x
     b = gl.sum(earlier.to(gl.int32), 0)
     start = gl.sum(gl.where(earlier, load, 0), 0)
-    key_codes = key_codes_ptr + head * (4 * D)
-    value_codes = value_codes_ptr + head * (4 * D)
-    mean = mean_ptr + head * D
-    key_scale = key_scale_ptr + head * PAGE
-    value_scale = value_scale_ptr + head * PAGE
+    pool = _Pool(
+        key_codes_ptr + head * (4 * D), value_codes_ptr + head * (4 * D), mean_ptr + head * D,
+        key_scale_ptr + head * PAGE, value_scale_ptr + head * PAGE,
+    )  # fmt: skip
 
     while x < end:
         row = b * K + head
@@ -433,29 +440,26 @@ def _stage_kernel(
         write = slot
         for n in gl.static_range(STAGES - 1):
             _fetch(
-                key_codes, value_codes, mean, key_scale, value_scale, following.to(gl.int64) * K,
-                ring + write * STAGE_BYTES, barriers + 8 * write, page_low + n < page_high, D,
+                pool, following.to(gl.int64) * K, ring + write * STAGE_BYTES, barriers + 8 * write,
+                page_low + n < page_high, D,
             )  # fmt: skip
             write = _next(write, STAGES)
             following = gl.load(table + page_low + (n + 1), mask=page_low + (n + 1) < page_high, other=0)
 
+        window = Window(window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS, length, history, head)
         window_low = (low + WINDOW_PAGES - 1) // WINDOW_PAGES
         window_high = gl.minimum((high + WINDOW_PAGES - 1) // WINDOW_PAGES, SLOTS)
         for window_page in range(window_low, window_high):
-            prefetch_page(
-                window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS, length, history, window_page,
-                head, K, D, SINK_PAGES, RECENT_SLOTS,
-            )  # fmt: skip
+            prefetch_page(window, window_page, K, D, SINK_PAGES, RECENT_SLOTS)
         for window_page in range(window_low, window_high):
             attend_page(
-                query_ptr + row * G * D, window_key_ptr, window_value_ptr, window_table_ptr + b * SLOTS,
-                length, history, oldest, softmax_scale, window_page, head, row * SLOTS + window_page, o_ptr,
-                lse_ptr, K, G, GP, D, SINK_PAGES, RECENT_SLOTS, EXACT_QUERY,
+                query_ptr + row * G * D, window, oldest, softmax_scale, window_page,
+                row * SLOTS + window_page, o_ptr, lse_ptr,
+                K, G, GP, D, SINK_PAGES, RECENT_SLOTS, EXACT_QUERY,
             )  # fmt: skip
         slot, parity = _history_part(
-            rotated_ptr + row * G * D, query_ptr + row * G * D, key_codes, value_codes, mean, key_scale,
-            value_scale, table, page_low, page_high, oldest, softmax_scale, ring, barriers, slot, parity,
-            following,
+            rotated_ptr + row * G * D, query_ptr + row * G * D, pool, table, page_low, page_high, oldest,
+            softmax_scale, ring, barriers, slot, parity, following,
             K, G, GP, D, SINK_PAGES, SLIDING, STAGES, EXACT_QUERY,
         )  # fmt: skip
         run(BLOCK_BARRIER, "=r", ())

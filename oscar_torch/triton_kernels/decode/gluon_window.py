@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..launch.aggregate import aggregate
 from .gluon_warp import (
     ACC,
     EMPTY,
@@ -49,40 +50,42 @@ def _window_value_layout(head_dim: int):
     return linear([16, head_dim // 64, 8, 8], registers, [(0, 2), (0, 4), (2, 1), (2, 2), (2, 4)])
 
 
+@aggregate
+class Window:
+    """The BF16 pages of one sequence and a key/value head; `table_ptr` is at the sequence."""
+
+    key_ptr: gl.tensor
+    value_ptr: gl.tensor
+    table_ptr: gl.tensor
+    length: gl.tensor
+    history: gl.tensor
+    head: gl.tensor
+
+
 @gluon.jit
-def _window_page(
-    index,
-    history,
-    head,
-    window_table_ptr,
-    K: gl.constexpr,
-    SINK_PAGES: gl.constexpr,
-    RECENT_SLOTS: gl.constexpr,
-):
+def _find_page(window, index, K: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr):
     """(page of the sequence, head's page in memory) of BF16 page `index`: sink pages, then recent pages."""
     recent = index - SINK_PAGES
-    page = gl.where(recent < 0, index, index + history)
+    page = gl.where(recent < 0, index, index + window.history)
     slot = gl.where(recent < 0, index, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
-    return page, gl.load(window_table_ptr + slot).to(gl.int64) * K + head
+    return page, gl.load(window.table_ptr + slot).to(gl.int64) * K + window.head
 
 
 @gluon.jit
 def prefetch_page(
-    window_key_ptr, window_value_ptr, window_table_ptr, length, history, index, head,
-    K: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
+    window, index, K: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr
 ):  # fmt: skip
     """Brings BF16 page `index` into the L2 cache, if a token is stored in it."""
-    page, physical = _window_page(index, history, head, window_table_ptr, K, SINK_PAGES, RECENT_SLOTS)
-    if page * PAGE < length:
-        key_page = (window_key_ptr + physical * (PAGE * D)).to(gl.int64)
-        value_page = (window_value_ptr + physical * (PAGE * D)).to(gl.int64)
+    page, physical = _find_page(window, index, K, SINK_PAGES, RECENT_SLOTS)
+    if page * PAGE < window.length:
+        key_page = (window.key_ptr + physical * (PAGE * D)).to(gl.int64)
+        value_page = (window.value_ptr + physical * (PAGE * D)).to(gl.int64)
         run(PREFETCH, "=r,l,l,r", (key_page, value_page, 2 * PAGE * D))
 
 
 @gluon.jit
 def attend_page(
-    query_ptr, window_key_ptr, window_value_ptr, window_table_ptr, length, history, oldest, softmax_scale,
-    index, head, segment, o_ptr, lse_ptr,
+    query_ptr, window, oldest, softmax_scale, index, segment, o_ptr, lse_ptr,
     K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
     SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, EXACT_QUERY: gl.constexpr,
 ):  # fmt: skip
@@ -90,7 +93,8 @@ def attend_page(
 
     Query and probabilities are split into two bf16, in neighbouring columns 2 h and 2 h + 1.
     """
-    page, physical = _window_page(index, history, head, window_table_ptr, K, SINK_PAGES, RECENT_SLOTS)
+    page, physical = _find_page(window, index, K, SINK_PAGES, RECENT_SLOTS)
+    length = window.length
 
     # Contraction index 32 s + 16 t + 8 x + 2 c + b is channel 32 s + 8 c + 4 t + 2 x + b.
     query_layout: gl.constexpr = _window_query_layout(D, GP)
@@ -125,9 +129,9 @@ def attend_page(
     for token in range(low, gl.minimum(low + PAGE, length), 16):
         offset = physical * (PAGE * D) + (token - low) * D
         key_mask = (token + key_token < length) & (token + key_token >= oldest) & (key_channel >= 0)
-        key = gl.load(window_key_ptr + offset + key_token * D + key_channel, mask=key_mask, other=0)
+        key = gl.load(window.key_ptr + offset + key_token * D + key_channel, mask=key_mask, other=0)
         value_mask = (token + value_token < length) & (token + value_token >= oldest) & (value_channel >= 0)
-        value = gl.load(window_value_ptr + offset + value_token * D + value_channel, mask=value_mask, other=0)
+        value = gl.load(window.value_ptr + offset + value_token * D + value_channel, mask=value_mask, other=0)
         # [16, D/32, c, t, x, b] -> [16, D/32, t, x, c, b]
         key = key.to(gl.bfloat16, bitcast=True).reshape([16, D // 32, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5))
         key = gl.convert_layout(key.reshape([16, D]), HALVES_LEFT, assert_trivial=True)

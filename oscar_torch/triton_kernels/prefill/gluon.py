@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...core import cache_format as fmt
 from ..decode.triton import LOG2_E, widen
+from ..launch.aggregate import aggregate
 from ..launch.tensors import check_hopper
 from . import triton as plain
 
@@ -198,6 +199,63 @@ def _load_means(table_ptr, block, end, head, mean_ptr, K: gl.constexpr, D: gl.co
     return gl.load(mean_ptr + offset, mask=mask, other=0)
 
 
+@aggregate
+class _Slots:
+    """Shared memory through which the producer hands unpacked pages to the consumers, and its barriers."""
+
+    keys: gl.shared_memory_descriptor  # pairs of fp16, int32 [STAGES, STEP, D / 2]
+    values: gl.shared_memory_descriptor  # likewise [STAGES, D, STEP / 2]
+    means: gl.shared_memory_descriptor  # of a block of pages, bf16 bits [BLOCK, D]
+    exponents: gl.shared_memory_descriptor  # of a block's scales of keys and of values, int32 [2, ROWS]
+    key_full: gl.shared_memory_descriptor  # barriers [STAGES, 1]: full when stored, empty when all have read
+    key_empty: gl.shared_memory_descriptor
+    value_full: gl.shared_memory_descriptor
+    value_empty: gl.shared_memory_descriptor
+    means_full: gl.shared_memory_descriptor  # [1]
+    means_empty: gl.shared_memory_descriptor
+
+
+@aggregate
+class _Piece:
+    """The pages of a program: begin .. end - 1, two to a step."""
+
+    begin: gl.tensor
+    end: gl.tensor
+    steps: gl.tensor
+
+
+@aggregate
+class _Pool:
+    """Where the INT2 pages of one sequence lie; `table_ptr` is at the sequence."""
+
+    table_ptr: gl.tensor
+    key_codes_ptr: gl.tensor
+    value_codes_ptr: gl.tensor
+    key_scale_ptr: gl.tensor
+    value_scale_ptr: gl.tensor
+    value_scale_pair_ptr: gl.tensor  # the same, two scales at a time
+    mean_ptr: gl.tensor
+
+
+@aggregate
+class _Queries:
+    """What consumers read and write, and of which rows: block `row_block` of the chunk, at `position`."""
+
+    query_ptr: gl.tensor
+    rotated_ptr: gl.tensor
+    unit_ptr: gl.tensor
+    sums_ptr: gl.tensor
+    state_ptr: gl.tensor
+    tokens: gl.tensor
+    all_rows: gl.tensor
+    piece: gl.tensor
+    pieces: gl.tensor
+    row_block: gl.tensor
+    position: gl.tensor
+    sliding_window: gl.tensor
+    softmax_scale: gl.tensor
+
+
 @gluon.jit
 def _publish(full):
     """Tells the consumers that what was stored before is there, in sight of the matrix unit."""
@@ -206,66 +264,63 @@ def _publish(full):
 
 
 @gluon.jit
-def _producer(
-    table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, value_scale_pair_ptr,
-    mean_ptr, head, begin, end, steps, keys, values, means, exponents,
-    key_full, key_empty, value_full, value_empty, means_full, means_empty,
-    K: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """Unpacks the pages begin .. end - 1, and one step more: consumers issue a product ahead."""
-    first, second = _entries(table_ptr, begin, end, head, K)
-    words_next, key_next = _load_keys(first, second, key_codes_ptr, key_scale_ptr, D)
+def _producer(pool, head, piece, slots, K: gl.constexpr, D: gl.constexpr):
+    """Unpacks the pages of a piece, and one step more: consumers issue a product ahead."""
+    end = piece.end
+    first, second = _entries(pool.table_ptr, piece.begin, end, head, K)
+    words_next, key_next = _load_keys(first, second, pool.key_codes_ptr, pool.key_scale_ptr, D)
     words_v_next, n0, n1, n2, n3, n4, n5, n6, n7 = _load_values(
-        first, second, value_codes_ptr, value_scale_pair_ptr, D
+        first, second, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
     )
-    first, second = _entries(table_ptr, begin + 2, end, head, K)
+    first, second = _entries(pool.table_ptr, piece.begin + 2, end, head, K)
     key_down = 0.0
     value_down = 0.0
-    for step in range(steps + 1):
-        page = begin + 2 * step
+    for step in range(piece.steps + 1):
+        page = piece.begin + 2 * step
         if step % (BLOCK // 2) == 0:
-            key_exponent = _block_exponent(table_ptr, page, end, head, key_scale_ptr, K)
-            value_exponent = _block_exponent(table_ptr, page, end, head, value_scale_ptr, K)
+            key_exponent = _block_exponent(pool.table_ptr, page, end, head, pool.key_scale_ptr, K)
+            value_exponent = _block_exponent(pool.table_ptr, page, end, head, pool.value_scale_ptr, K)
             key_down = plain.power(-key_exponent - SCALE_BITS)
             value_down = plain.power(-value_exponent - SCALE_BITS)
-            mean = _load_means(table_ptr, page, end, head, mean_ptr, K, D)
-            mbarrier.wait(means_empty, (step // (BLOCK // 2) & 1) ^ 1)
+            mean = _load_means(pool.table_ptr, page, end, head, pool.mean_ptr, K, D)
+            mbarrier.wait(slots.means_empty, (step // (BLOCK // 2) & 1) ^ 1)
             none = gl.full([ROWS], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-            exponents.index(0).store(none + key_exponent)
-            exponents.index(1).store(none + value_exponent)
-            means.store(mean)
-            _publish(means_full)
+            slots.exponents.index(0).store(none + key_exponent)
+            slots.exponents.index(1).store(none + value_exponent)
+            slots.means.store(mean)
+            _publish(slots.means_full)
         row = gl.arange(0, STEP, layout=gl.SliceLayout(1, KEY_WORDS))
         key_scale = gl.where(page + row // PAGE < end, widen(key_next) * key_down, 0.0)
         words = words_next
         words_v = words_v_next
         s0, s1, s2, s3, s4, s5, s6, s7 = n0, n1, n2, n3, n4, n5, n6, n7
-        words_next, key_next = _load_keys(first, second, key_codes_ptr, key_scale_ptr, D)
+        words_next, key_next = _load_keys(first, second, pool.key_codes_ptr, pool.key_scale_ptr, D)
         words_v_next, n0, n1, n2, n3, n4, n5, n6, n7 = _load_values(
-            first, second, value_codes_ptr, value_scale_pair_ptr, D
+            first, second, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
         )
-        first, second = _entries(table_ptr, page + 4, end, head, K)
+        first, second = _entries(pool.table_ptr, page + 4, end, head, K)
         slot = step % STAGES
         empty_phase = (step // STAGES & 1) ^ 1
         pairs = _unpack_keys(words, key_scale, D // 16)
-        mbarrier.wait(key_empty.index(slot), empty_phase)
-        keys.index(slot).store(pairs)
-        _publish(key_full.index(slot))
+        mbarrier.wait(slots.key_empty.index(slot), empty_phase)
+        slots.keys.index(slot).store(pairs)
+        _publish(slots.key_full.index(slot))
         pairs = _unpack_values(words_v, s0, s1, s2, s3, s4, s5, s6, s7, value_down, D)
-        mbarrier.wait(value_empty.index(slot), empty_phase)
-        values.index(slot).store(pairs)
-        _publish(value_full.index(slot))
+        mbarrier.wait(slots.value_empty.index(slot), empty_phase)
+        slots.values.index(slot).store(pairs)
+        _publish(slots.value_full.index(slot))
 
 
 @gluon.jit
 def _consumer(
-    query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, piece, pieces, row_block,
-    position, sliding_window, softmax_scale, begin, end, steps, queries, rotated, scores, keys, values, means,
-    exponents, key_full, key_empty, value_full, value_empty, means_full, means_empty,
-    K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr, SLIDING: gl.constexpr,
-    PART: gl.constexpr,
+    given, piece, queries, rotated, scores, slots, K: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+    SINK_PAGES: gl.constexpr, SLIDING: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Flash attention of 64 query rows over what the producer unpacks."""
+    """Flash attention of 64 query rows over what the producer unpacks.
+
+    queries bf16 and rotated fp16 [ROWS, D], scores float32 [ROWS, BLOCK] are its own shared memory.
+    """
+    tokens = given.tokens
     output: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
@@ -273,7 +328,7 @@ def _consumer(
     weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     head = gl.program_id(1)
     b = gl.program_id(2)
-    start = (row_block * CONSUMERS + PART) * ROWS
+    start = (given.row_block * CONSUMERS + PART) * ROWS
     flat = (b * K + head).to(gl.int64) * (tokens * G)
 
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -281,16 +336,16 @@ def _consumer(
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, copy))
     mask = gl.expand_dims(row < tokens * G, 1) & gl.expand_dims(channel >= 0, 0)
     offset = gl.expand_dims((flat + row) * D, 1) + gl.expand_dims(channel, 0)
-    rotated.store(gl.load(rotated_ptr + offset, mask=mask, other=0.0))
+    rotated.store(gl.load(given.rotated_ptr + offset, mask=mask, other=0.0))
     query_row = ((b * tokens + row // G) * (K * G) + head * G + row % G).to(gl.int64)
     offset = gl.expand_dims(query_row * D, 1) + gl.expand_dims(channel, 0)
-    queries.store(gl.load(query_ptr + offset, mask=mask, other=0.0))
+    queries.store(gl.load(given.query_ptr + offset, mask=mask, other=0.0))
     fence_async_shared()
 
     row = start + gl.arange(0, ROWS, layout=ROW)
     live = row < tokens * G
-    unit = gl.load(unit_ptr + flat + row, mask=live, other=1.0)
-    oldest = position + row // G - sliding_window + 1
+    unit = gl.load(given.unit_ptr + flat + row, mask=live, other=1.0)
+    oldest = given.position + row // G - given.sliding_window + 1
     token = plain.code_of(gl.arange(0, PAGE, layout=gl.SliceLayout(0, SCORES)))
     page_scores = scores._reinterpret(gl.float32, [BLOCK, ROWS], FLAT)
     m = gl.full([ROWS], UNSEEN, gl.float32, ROW)
@@ -301,24 +356,24 @@ def _consumer(
     no_means = gl.zeros([ROWS, BLOCK], gl.float32, MEAN_SCORES)
     no_scores = gl.zeros([ROWS, STEP], gl.float32, STEP_SCORES)
 
-    mbarrier.wait(key_full.index(0), 0)
-    tile = keys.index(0)._reinterpret(gl.float16, [STEP, D], HALVES).permute((1, 0))
+    mbarrier.wait(slots.key_full.index(0), 0)
+    tile = slots.keys.index(0)._reinterpret(gl.float16, [STEP, D], HALVES).permute((1, 0))
     score = warpgroup_mma_wait(
         0, deps=[warpgroup_mma(rotated, tile, no_scores, use_acc=False, is_async=True)]
     )
-    mbarrier.arrive(key_empty.index(0), count=1)
-    for step in range(steps):
-        page = begin + 2 * step
+    mbarrier.arrive(slots.key_empty.index(0), count=1)
+    for step in range(piece.steps):
+        page = piece.begin + 2 * step
         if step % (BLOCK // 2) == 0:
             phase = step // (BLOCK // 2) & 1
-            mbarrier.wait(means_full, phase)
-            mean_tile = means._reinterpret(gl.bfloat16, [BLOCK, D], HALVES).permute((1, 0))
+            mbarrier.wait(slots.means_full, phase)
+            mean_tile = slots.means._reinterpret(gl.bfloat16, [BLOCK, D], HALVES).permute((1, 0))
             mean_score = warpgroup_mma(queries, mean_tile, no_means, use_acc=False)
-            factor = unit * plain.power(exponents.index(0).load(ROW) + SCALE_BITS)
-            exponent = exponents.index(1).load(ROW)
-            mbarrier.arrive(means_empty, count=1)
-            exists = page + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, MEAN_SCORES)) < end
-            scores.store(gl.where(gl.expand_dims(exists, 0), mean_score * softmax_scale, UNSEEN))
+            factor = unit * plain.power(slots.exponents.index(0).load(ROW) + SCALE_BITS)
+            exponent = slots.exponents.index(1).load(ROW)
+            mbarrier.arrive(slots.means_empty, count=1)
+            exists = page + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, MEAN_SCORES)) < piece.end
+            scores.store(gl.where(gl.expand_dims(exists, 0), mean_score * given.softmax_scale, UNSEEN))
             change = plain.power(last_exponent - exponent)
             acc *= gl.expand_dims(gl.convert_layout(change, output_row), 1)
             last_exponent = exponent
@@ -350,27 +405,27 @@ def _consumer(
 
         slot = step % STAGES
         next_slot = (step + 1) % STAGES
-        mbarrier.wait(value_full.index(slot), step // STAGES & 1)
-        mbarrier.wait(key_full.index(next_slot), (step + 1) // STAGES & 1)
-        both = values.index(slot)._reinterpret(gl.float16, [2 * D, PAGE], HALVES)  # page after page
+        mbarrier.wait(slots.value_full.index(slot), step // STAGES & 1)
+        mbarrier.wait(slots.key_full.index(next_slot), (step + 1) // STAGES & 1)
+        both = slots.values.index(slot)._reinterpret(gl.float16, [2 * D, PAGE], HALVES)  # page after page
         sums = warpgroup_mma(weight0, both.slice(0, D).permute((1, 0)), acc, is_async=True)
         sums = warpgroup_mma(weight1, both.slice(D, D).permute((1, 0)), sums, is_async=True)
-        tile = keys.index(next_slot)._reinterpret(gl.float16, [STEP, D], HALVES).permute((1, 0))
+        tile = slots.keys.index(next_slot)._reinterpret(gl.float16, [STEP, D], HALVES).permute((1, 0))
         next_score = warpgroup_mma(rotated, tile, no_scores, use_acc=False, is_async=True)
         score, acc = warpgroup_mma_wait(0, deps=[next_score, sums])
-        mbarrier.arrive(value_empty.index(slot), count=1)
-        mbarrier.arrive(key_empty.index(next_slot), count=1)
+        mbarrier.arrive(slots.value_empty.index(slot), count=1)
+        mbarrier.arrive(slots.key_empty.index(next_slot), count=1)
 
-    place = piece.to(gl.int64) * all_rows + flat + row
-    gl.store(state_ptr + place, m, mask=live)
-    place = (piece.to(gl.int64) + pieces) * all_rows + flat + row
-    gl.store(state_ptr + place, l, mask=live)
+    place = given.piece.to(gl.int64) * given.all_rows + flat + row
+    gl.store(given.state_ptr + place, m, mask=live)
+    place = (given.piece.to(gl.int64) + given.pieces) * given.all_rows + flat + row
+    gl.store(given.state_ptr + place, l, mask=live)
     acc *= gl.expand_dims(gl.convert_layout(plain.power(last_exponent + SCALE_BITS), output_row), 1)
     row = start + gl.arange(0, ROWS, layout=output_row)
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, output))
-    place = piece.to(gl.int64) * all_rows + flat + row
+    place = given.piece.to(gl.int64) * given.all_rows + flat + row
     mask = gl.expand_dims(row < tokens * G, 1) & gl.expand_dims(channel >= 0, 0)
-    gl.store(sums_ptr + (gl.expand_dims(place * D, 1) + gl.expand_dims(channel, 0)), acc, mask=mask)
+    gl.store(given.sums_ptr + (gl.expand_dims(place * D, 1) + gl.expand_dims(channel, 0)), acc, mask=mask)
 
 
 @gluon.jit
@@ -381,7 +436,7 @@ def _history_kernel(
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SINK_PAGES: gl.constexpr, SLIDING: gl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(T * G / 128) * pieces, K, B)."""
-    piece = gl.program_id(0) % pieces
+    number = gl.program_id(0) % pieces
     row_block = gl.program_id(0) // pieces
     head = gl.program_id(1)
     b = gl.program_id(2)
@@ -392,7 +447,7 @@ def _history_kernel(
         oldest = position + row_block * (ROWS * CONSUMERS) // G - sliding_window + 1
         first_page = gl.maximum(oldest // PAGE - SINK_PAGES, 0)
     share = gl.cdiv(gl.maximum(history - first_page, 0), 2 * pieces) * 2
-    begin = first_page + piece * share
+    begin = first_page + number * share
     end = gl.minimum(begin + share, history)
     steps = gl.maximum(gl.cdiv(end - begin, 2), 1)  # without a page, one step over the padding page
 
@@ -417,28 +472,29 @@ def _history_kernel(
     mbarrier.init(means_full, count=1)
     mbarrier.init(means_empty, count=CONSUMERS)
     fence_async_shared()
-    table_ptr = page_table_ptr + b * stride_table
+    pool = _Pool(
+        page_table_ptr + b * stride_table, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
+        value_scale_pair_ptr, key_page_mean_ptr,
+    )  # fmt: skip
+    given = _Queries(
+        query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, number, pieces, row_block,
+        position, sliding_window, softmax_scale,
+    )  # fmt: skip
+    piece = _Piece(begin, end, steps)
+    slots = _Slots(
+        keys, values, means, exponents, key_full, key_empty, value_full, value_empty, means_full, means_empty
+    )
     gl.warp_specialize(
         [
             (_consumer, (
-                query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, piece, pieces,
-                row_block, position, sliding_window, softmax_scale, begin, end, steps,
-                queries.index(0), rotated.index(0), scores.index(0),
-                keys, values, means, exponents, key_full, key_empty, value_full, value_empty, means_full,
-                means_empty, K, G, D, SINK_PAGES, SLIDING, 0,
+                given, piece, queries.index(0), rotated.index(0), scores.index(0), slots,
+                K, G, D, SINK_PAGES, SLIDING, 0,
             )),
             (_consumer, (
-                query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, piece, pieces,
-                row_block, position, sliding_window, softmax_scale, begin, end, steps,
-                queries.index(1), rotated.index(1), scores.index(1),
-                keys, values, means, exponents, key_full, key_empty, value_full, value_empty, means_full,
-                means_empty, K, G, D, SINK_PAGES, SLIDING, 1,
+                given, piece, queries.index(1), rotated.index(1), scores.index(1), slots,
+                K, G, D, SINK_PAGES, SLIDING, 1,
             )),
-            (_producer, (
-                table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr,
-                value_scale_pair_ptr, key_page_mean_ptr, head, begin, end, steps, keys, values, means,
-                exponents, key_full, key_empty, value_full, value_empty, means_full, means_empty, K, D,
-            )),
+            (_producer, (pool, head, piece, slots, K, D)),
         ],
         [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
