@@ -104,7 +104,8 @@ class Generator:
     """A decoder with its cache kind, rotations and sampling; compiled programs are kept between calls.
 
     `cache` is "int2" (needs rotations for every layer that is not kept in BF16) or "bf16"; `implementation`
-    is that of `cache.attend`. Raises ConfigError, or CheckpointError for rotations of another geometry.
+    is that of `cache.attend`. Raises ConfigError, or CheckpointError for rotations of other weights; a
+    `model_id` equal to the rotations' own says that they fit all the same.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Generator:
         chunk: int = PREFILL_CHUNK,
         window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
         implementation: str | None = None,
+        model_id: str | None = None,
     ) -> None:
         if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"chunk = {chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
@@ -127,7 +129,7 @@ class Generator:
         self.eos = tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.window_policy, self.implementation = window_policy, implementation
         needed = int2_layers(config, window_policy=window_policy) if cache == "int2" else ()
-        self.rotations = jax.tree.map(jnp.asarray, select_rotations(rotations, config, needed))
+        self.rotations = jax.tree.map(jnp.asarray, select_rotations(rotations, config, needed, model_id))
         self._graph, self._parameters = nnx.split(model)
         self._dtype = model.dtype
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -336,11 +338,16 @@ class TextStream:
 
 
 def select_rotations(
-    rotations: RotationSet | Mapping[int, LayerRotation] | None, config: ModelConfig, layers: Sequence[int]
+    rotations: RotationSet | Mapping[int, LayerRotation] | None,
+    config: ModelConfig,
+    layers: Sequence[int],
+    model_id: str | None = None,
 ) -> dict[int, LayerRotation]:
     """The rotations of `layers`; ConfigError if some are missing, CheckpointError if a set does not fit."""
     if isinstance(rotations, RotationSet):
-        rotations.require_fits(config, layers)
+        # By the weights if both are known; the name of a model made in memory says nothing.
+        known = None if model_id else config.fingerprint
+        rotations.require_fits(config, layers, model_id=model_id, fingerprint=known)
         return {layer: rotations.layers[layer] for layer in layers}
     available = rotations or {}
     missing = [layer for layer in layers if layer not in available]

@@ -24,7 +24,7 @@ import numpy as np
 from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
-from ..core.rotation_header import RotationHeader
+from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
 from ..evaluation import streams
 from ..evaluation.job import about_this_run
 from ..evaluation.stepper import Runner, layer_error, make_runner
@@ -108,7 +108,7 @@ def calibrate(
         calibration_tokens=about["fit_tokens"],
         versions=about["versions"],
         created=about["created"],
-        extra={"model_fingerprint": fingerprint, "document_digests": about["document_digests"]},
+        extra={FINGERPRINT_FIELD: config.fingerprint, "document_digests": about["document_digests"]},
     )
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)

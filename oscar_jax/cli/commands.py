@@ -130,7 +130,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     config = subject.config
     if rotations is not None:
         layers = subject.int2_layers(all_layers=arguments.all_layers)
-        rotations.require_fits(config, layers, model_id=config.model_id)
+        rotations.require_fits(config, layers, model_id=config.model_id, fingerprint=config.fingerprint)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
     encoded = [subject.encode(prompt) for prompt in prompts]
     # A prompt that starts with the token itself (chat templates) does not get a second one.

@@ -11,6 +11,8 @@ from . import cache_format as fmt
 from .config import check_head_dim
 from .errors import CheckpointError, ConfigError
 
+FINGERPRINT_FIELD = "weights_fingerprint"  # key in `extra`, of core/fingerprint.py
+
 
 @dataclasses.dataclass(frozen=True)
 class RotationHeader:
@@ -118,12 +120,14 @@ def require_header_fits(
     layers: Collection[int],
     *,
     model_id: str | None = None,
+    fingerprint: str | None = None,
     possible_layers: Collection[int] | None = None,
 ) -> None:
     """Raises CheckpointError unless a header's heads, head_dim, layers and model are those of a model.
 
-    `layers` all need a rotation; `possible_layers` are those that may have one (None: any). `model_id`, if
-    given, must end in the same name as the header's ("org/Name" and "name" are the same model).
+    `layers` all need a rotation; `possible_layers` are those that may have one (None: any). If both header
+    and caller know the weights' `fingerprint` (core/fingerprint.py), it decides and names do not count.
+    Else `model_id`, if given, must end in the header's name ("org/Name" and "name" are the same model).
     """
     owner = f"the rotations of {header.model_id!r}"
     model = f"the model {model_id!r}" if model_id else "the model"
@@ -143,6 +147,15 @@ def require_header_fits(
         raise CheckpointError(
             f"{owner} have no layer {missing[0]}, which {model} needs; they have {list(header.layers)}"
         )
+    stored = header.extra.get(FINGERPRINT_FIELD)
+    if stored and fingerprint:
+        if stored != fingerprint:
+            raise CheckpointError(
+                f"{owner} were made for other weights (fingerprint {stored}) than those of {model} "
+                f"({fingerprint}); quantized weights count as others. "
+                f"model_id={header.model_id!r} without a fingerprint says that they fit"
+            )
+        return
     if model_id and header.model_id and _last_name(model_id) != _last_name(header.model_id):
         raise CheckpointError(
             f"the rotations are of model {header.model_id!r}, this is {model_id!r} "

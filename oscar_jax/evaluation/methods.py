@@ -67,7 +67,9 @@ def resolve_methods(
         elif name == "int2":
             if rotation_set is None:
                 raise ConfigError("method 'int2' needs --rotations")
-            rotation_set.require_fits(config, layers, model_id=config.model_id)
+            rotation_set.require_fits(
+                config, layers, model_id=config.model_id, fingerprint=config.fingerprint
+            )
             rotations = {layer: rotation_set.layers[layer] for layer in layers}
             bits = fidelity.page_bits(head_dim)
             methods.append(Method(name, "int2", _to_device(rotations), bits, rotation_set.header.basis))

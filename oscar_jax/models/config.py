@@ -54,6 +54,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     bos_token_id: int | None = None  # put before every text, None: nothing
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str | None = None  # of the weights that were loaded, core/fingerprint.py
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import CheckpointError
+from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
 from .config import ModelConfig
 from .decoder import Decoder
 from .family import Family, TensorSource, all_families
@@ -75,7 +76,7 @@ def load_model(
     model = build_model(
         config, source, dtype=dtype, param_dtype=dtype if param_dtype is None else param_dtype
     )
-    return model, config, tokenizer
+    return model, dataclasses.replace(config, fingerprint=weights_fingerprint(model)), tokenizer
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -283,6 +284,24 @@ def _check_tensors(
     if any(complaints.values()):
         listed = [f"{len(found)} {kind}: {', '.join(found)}" for kind, found in complaints.items() if found]
         raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(listed))
+
+
+def weights_fingerprint(model: Decoder) -> str:
+    """The fingerprint of a model's weights (core/fingerprint.py), whatever they were loaded from and as."""
+    first, last = model.layers[0].self_attn, model.layers[-1].self_attn
+    arrays = {
+        "embedding": model.embed_tokens.embedding[...][:EMBEDDING_ROWS],
+        "first_key": first.k_proj.kernel[...].T,
+        "last_key": last.k_proj.kernel[...].T,
+    }
+    return fingerprint_weights(
+        model.config,
+        model.config.num_layers,
+        {
+            name: np.asarray(array.astype(jnp.bfloat16)).view(np.uint16).astype("<u2").tobytes()
+            for name, array in arrays.items()
+        },
+    )
 
 
 def parameter_count(model: Decoder) -> int:

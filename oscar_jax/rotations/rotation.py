@@ -76,10 +76,18 @@ class RotationSet:
         layers: Collection[int],
         *,
         model_id: str | None = None,
+        fingerprint: str | None = None,
         possible_layers: Collection[int] | None = None,
     ) -> None:
         """Raises CheckpointError unless the set fits a model; see `require_header_fits`."""
-        require_header_fits(self.header, geometry, layers, model_id=model_id, possible_layers=possible_layers)
+        require_header_fits(
+            self.header,
+            geometry,
+            layers,
+            model_id=model_id,
+            fingerprint=fingerprint,
+            possible_layers=possible_layers,
+        )
 
 
 def validate_layer(
