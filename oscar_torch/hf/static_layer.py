@@ -287,6 +287,7 @@ class StaticLayer(OscarLayer):
             self.ring = None if self.sliding_window is None else window
             pages = min(self.max_length, -(-window // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
         else:
+            self.rotation = self.rotation.to(device)
             pages = max(1, config.history_pages(self.max_length))
         self.layout = Layout(
             batch=batch,
