@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows, attend
+from .. import ops
+from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import CacheFullError, ConfigError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
+from .pieces import attend_in_pieces
 
 ATTENTION = "oscar"  # the name for attn_implementation
-PREFILL_CHUNK = 512  # prompts are attended to in pieces that end at multiples of this
+PREFILL_CHUNK = 2048  # prompts are attended to in pieces that end at multiples of this
 RING_SLACK = fmt.PAGE_TOKENS  # tokens a ring keeps beyond its window, so that `crop` can go back
 GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
 
@@ -119,6 +121,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.store: LayerCache | DenseCache | None = None
+        self._one_each: Tensor | None = None
         self.is_initialized = False
         self.lengths: list[int] = []  # tokens per sequence; the store has the same on its device
         self.reached: list[int] = []  # the length that each ring has been written up to
@@ -273,15 +276,21 @@ class OscarLayer(CacheLayerMixin):
         recording = self._begin_recording(columns)
         self.writing = [length + count for length, count in zip(self.lengths, counts)]
         options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
-        if columns == 1:
-            out, self.store = attend(
-                query, key, value, self.store, self.rotation,
-                new_lengths=_int32(counts, key.device), **options,
+        assert self.store is not None
+        if columns == 1:  # `_reserve` has found room
+            new_lengths = self._ones() if real is None else real[:, 0].to(torch.int32)
+            append_rows(
+                self.store, self.rotation, key, value, new_lengths,
+                implementation=self.implementation, check=False,
             )  # fmt: skip
+            out = ops.decode_attention(query[:, 0], self.store, self.rotation, **options)[:, None]
             if real is not None:
                 out = out * real[:, :, None, None]
         else:
-            out = self._attend_pieces(query, key, value, real, counts, **options)
+            out = attend_in_pieces(
+                query, key, value, real, counts=counts, lengths=self.lengths, store=self.store,
+                rotation=self.rotation, prefill_chunk=self.prefill_chunk, **options,
+            )  # fmt: skip
         if self.observer is not None:
             self.observer(query, key, value, out)
         self._count(counts, columns if real is None else real)
@@ -290,48 +299,12 @@ class OscarLayer(CacheLayerMixin):
             self._recorded.append((key, value, real))
         return out
 
-    def _attend_pieces(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        counts: list[int],
-        **options: Any,
-    ) -> Tensor:
-        """Attends to a prompt in pieces that end where a sequence's length is a multiple of the chunk size.
-
-        So a row's result depends on its own tokens only: not on the padding and the lengths beside it, nor on
-        whether a prefix that ends on this grid came earlier.
-        """
-        batch, columns = query.shape[:2]
-        device = query.device
-        rows = torch.arange(batch, device=device)[:, None]
-        if real is None:
-            order = torch.arange(columns, device=device).expand(batch, -1)
-        else:  # columns of the tokens first, in their order
-            order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        out = torch.zeros_like(query)
-        done = [0] * batch
-        while done != counts:
-            take = [
-                min(count - n, self.prefill_chunk - (length + n) % self.prefill_chunk)
-                for count, n, length in zip(counts, done, self.lengths)
-            ]
-            # Two columns at least: `cache.attend` takes a single one for a decoding step, which differs in
-            # what it sees of a page that is just being quantized.
-            step = torch.arange(max(*take, 2), device=device)
-            token = _int32(done, device)[:, None] + step
-            column = order.gather(1, token.clamp(max=columns - 1))
-            new_lengths = _int32(take, device)
-            piece, self.store = attend(
-                query[rows, column], key[rows, column], value[rows, column], self.store, self.rotation,
-                new_lengths=new_lengths, **options,
-            )  # fmt: skip
-            sequence, index = (step < new_lengths[:, None]).nonzero(as_tuple=True)
-            out[sequence, column[sequence, index]] = piece[sequence, index]
-            done = [n + t for n, t in zip(done, take)]
-        return out
+    def _ones(self) -> Tensor:
+        """int32 [B] on the store's device: one new token for every sequence."""
+        assert self.store is not None
+        if self._one_each is None or self._one_each.shape != self.store.lengths.shape:
+            self._one_each = torch.ones_like(self.store.lengths)
+        return self._one_each
 
     def _reserve(self, counts: list[int]) -> None:
         """Finds INT2 pages for the tokens to come, enlarging the pool; raises before anything is changed."""

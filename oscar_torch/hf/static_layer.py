@@ -20,6 +20,7 @@ from ..core.errors import CacheFullError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import LayerCache
 from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, request_mask
+from .pieces import attend_in_pieces
 from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
 
 
@@ -236,7 +237,6 @@ class StaticLayer(OscarLayer):
         self.state: State | None = None
         self.layout: Layout | None = None
         self.ring: int | None = None
-        self._in_prompt = False
         if self.leading:
             self.ledger.clear()
         super()._clear()
@@ -246,8 +246,6 @@ class StaticLayer(OscarLayer):
     @property
     def lengths(self) -> list[int]:
         """Tokens per sequence."""
-        if self._in_prompt:
-            return self.ledger.before
         return [] if self.store is None else self.store.lengths.tolist()
 
     @lengths.setter
@@ -357,12 +355,12 @@ class StaticLayer(OscarLayer):
         counts = [columns] * batch if real is None else self.ledger.counts(real)
         if self.leading:
             self.ledger.count_prompt(counts, columns if real is None else real)
-        self._in_prompt = True
-        options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
-        try:
-            out = self._attend_pieces(query, key, value, real, counts, **options)
-        finally:
-            self._in_prompt = False
+        assert self.store is not None
+        out = attend_in_pieces(
+            query, key, value, real, counts=counts, lengths=self.ledger.before, store=self.store,
+            rotation=self.state and self.state.rotation, prefill_chunk=self.prefill_chunk,
+            sliding_window=self.sliding_window, implementation=self.implementation, **options,
+        )  # fmt: skip
         if self.state is not None and self.state.reached is not None and self.store is not None:
             torch.maximum(self.state.reached, self.store.lengths, out=self.state.reached)
         if self.observer is not None:

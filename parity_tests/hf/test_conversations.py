@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from oscar_torch.hf import layer as hf_layer  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     RoundingCache,
     assert_same,
@@ -41,13 +40,13 @@ def test_several_turns_equal_the_dense_cache():
 def test_shared_prefix_equals_unshared():
     """[1, 24, 29] A prefix prefilled once: its continuations, alone and batched, ≡ from scratch."""
     model = make_model("qwen3")
-    prefix, first, second = prompts(hf_layer.PREFILL_CHUNK, 90, 33)
-    base = make_cache(model)
+    prefix, first, second = prompts(512, 90, 33)
+    base = make_cache(model, prefill_chunk=512)
     with torch.no_grad():
         model(prefix, use_cache=True, **with_cache(model, base))
     kept = [stored(layer, 0) for layer in base.layers]
     wholes = [torch.cat([prefix, part], 1) for part in (first, second)]
-    unshared = [generate(model, ids, make_cache(model), 6).sequences for ids in wholes]
+    unshared = [generate(model, ids, make_cache(model, prefill_chunk=512), 6).sequences for ids in wholes]
     for ids, expected in zip(wholes, unshared):
         branch = copy.deepcopy(base)
         assert torch.equal(generate(model, ids, branch, 6).sequences, expected)

@@ -72,7 +72,7 @@ def test_long_sequences_equal_ops_on_other_pages(monkeypatch):
 
     monkeypatch.setattr(hf_layer.OscarLayer, "attend", recorded)
     model = make_model("llama")
-    cache = make_cache(model)
+    cache = make_cache(model, prefill_chunk=512)
     generate(model, ids, cache, 48)
     for layer in cache.layers:
         store = allocate_layer_cache(layer.config, 1, 1000)

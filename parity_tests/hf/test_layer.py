@@ -22,7 +22,7 @@ pytestmark = pytest.mark.hf
 def test_a_piece_of_one_token_is_no_decoding_step():
     """[19] From 511 tokens a turn's first piece is one token, which completes a page: alone ≡ in a batch."""
     first, turn = random_rows(2, 511), random_rows(2, 9, seed=1)
-    alone, batch = make_layer(), make_layer()
+    alone, batch = make_layer(prefill_chunk=512), make_layer(prefill_chunk=512)
     feed(alone, first[:1])
     expected = feed(alone, turn[:1])
     real = torch.ones(2, 511, dtype=torch.bool)

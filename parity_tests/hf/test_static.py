@@ -7,6 +7,7 @@ machine code; CUDA graphs are for the GPU tests.
 
 import copy
 import itertools
+import pathlib
 
 import pytest
 
@@ -15,13 +16,14 @@ tf = pytest.importorskip("transformers")
 
 from oscar_torch.core.errors import CacheFullError, ShapeError  # noqa: E402
 from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
-from oscar_torch.hf import static_state  # noqa: E402
+from oscar_torch.hf import OscarCache, static_state  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     assert_same,
     generate,
     left_padded,
     make_cache,
     make_model,
+    make_rotations,
     prompts,
     stored,
     with_cache,
@@ -251,3 +253,22 @@ def test_the_buffer_holds_every_array_once():
         assert all(start % 256 == 0 for start, _ in spans)
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
         assert spans[-1][0] + spans[-1][1] <= size
+
+
+def test_the_documented_lines_run():
+    """The second Python block of docs/transformers.md, as it stands there: three lines, the compiled path."""
+    model = make_model("llama")
+    page = pathlib.Path(__file__).parents[2] / "docs" / "transformers.md"
+    example = page.read_text().split("```python\n")[2].split("```")[0]
+    assert len(example.strip().splitlines()) == 3
+    (ids,) = prompts(150)
+    variables = {
+        "OscarCache": OscarCache,
+        "model": model,
+        "rotations": make_rotations(model.config),
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+    }
+    exec(example, variables)
+    assert variables["output"].shape == (1, 150 + 256)
+    assert variables["cache"].layers[0].store.history_pages.tolist() == [1]
+    assert variables["cache"].is_compileable

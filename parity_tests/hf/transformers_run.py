@@ -36,6 +36,7 @@ from oscar_torch.hf import layer as hf_layer
 
 PROMPT_LENGTHS = (560, 400, 450)
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 2, 512
+PREFILL_CHUNK = 512  # short prompts are to have several pieces
 
 
 def fit_rotations(model: Any, sequences: list[torch.Tensor], directory: pathlib.Path) -> pathlib.Path:
@@ -118,7 +119,7 @@ def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
         model.set_attn_implementation(hf_layer.ATTENTION)
 
         def new_cache() -> hf_cache.OscarCache:
-            return hf_cache.OscarCache(file, model.config)
+            return hf_cache.OscarCache(file, model.config, prefill_chunk=PREFILL_CHUNK)
 
         start = time.perf_counter()
         caches = [new_cache() for _ in prompts]
@@ -133,7 +134,7 @@ def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
 
         note("batched run done")
         base = new_cache()
-        prefix = prompts[0][:, : hf_layer.PREFILL_CHUNK]
+        prefix = prompts[0][:, :PREFILL_CHUNK]
         with torch.no_grad():
             model(prefix, use_cache=True, logits_to_keep=1, **{keyword: base})
         other = torch.cat([prefix, prompts[1][:, 1:80]], dim=1)
