@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core import cache_format as fmt
 from ..evaluation import fidelity
-from ..evaluation.stepper import Method, Runner, allocate_caches
+from ..evaluation.stepper import Runner
 from ..models.config import ModelConfig
 from ..rotations.fit import KEY_MULTIPLIERS, fit_layer_rotation
 from ..rotations.rotation import LayerRotation
@@ -49,29 +49,34 @@ def observe_sequence(
     chunk: int,
     on_chunk: Callable[[int], None] = lambda tokens: None,
 ) -> dict[int, HeldOut]:
-    """Runs a held-out sequence through a BF16 cache; keeps queries of the later half of the positions."""
+    """Runs a held-out sequence through the model; keeps queries of the later half of the positions."""
     config = runner.config
     geometry = config.cache_config()
     candidates = fidelity.probe_positions(len(tokens), len(tokens), geometry)
     later = candidates[candidates >= len(tokens) // 2]
     picks = np.unique(np.linspace(0, len(later) - 1, min(PROBES, len(later))).astype(int))
     probes = later[picks] if len(later) else later
-    method = Method("bf16", "bf16", {}, 16.0)
-    caches = allocate_caches(method, config, len(tokens), full=layers)
+    width = min(chunk, -(-len(tokens) // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
+    rows = runner.allocate(1, -(-len(tokens) // width) * width)
     queries: dict[int, list[jax.Array]] = {layer: [] for layer in layers}
-    for start in range(0, len(tokens), chunk):
-        count = min(chunk, len(tokens) - start)
-        part = tokens[None, start : start + count]
-        lengths = jnp.full(1, count, jnp.int32)
-        _, caches, captured = runner.step(runner.state, part, caches, lengths, {}, capture=tuple(layers))
+    for start in range(0, len(tokens), width):
+        count = min(width, len(tokens) - start)
+        part = np.zeros((1, width), np.int32)
+        part[0, :count] = tokens[start : start + count]
         here = probes[(probes >= start) & (probes < start + count)] - start
+        index = np.zeros(min(width, PROBES), np.int32)
+        index[: len(here)] = here
+        _, rows, captured = runner.step(runner.state, part, start, rows, {}, index, capture=tuple(layers))
         for layer, query in zip(layers, captured):
-            queries[layer].append(jax.block_until_ready(query[0, here]))
+            queries[layer].append(query[: len(here)])
+        jax.block_until_ready(rows[0].key)
         on_chunk(count)
     positions = jnp.asarray(probes)
     return {
         layer: HeldOut(
-            jnp.concatenate(queries[layer]), positions, caches[layer].key[0], caches[layer].value[0]
+            jnp.concatenate(queries[layer]),
+            positions,
+            *(part[0, :, : len(tokens)].swapaxes(0, 1) for part in (rows[layer].key, rows[layer].value)),
         )
         for layer in layers
     }

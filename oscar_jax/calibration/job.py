@@ -28,7 +28,7 @@ from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
 from ..evaluation import streams
 from ..evaluation.job import about_this_run
 from ..evaluation.stepper import Runner, layer_error, make_runner
-from ..evaluation.subject import Progress, Subject, load_subject, no_progress
+from ..evaluation.subject import Progress, Subject, default_chunk, load_subject, no_progress
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
 from ..rotations.fit import fit_layer_rotation
@@ -38,8 +38,7 @@ from . import statistics as running_sums
 from .held_out import _least_context, choose_layer_rotation, observe_sequence
 from .report import Calibration, save_report
 
-CHUNK = 512  # tokens per forward pass
-SAVE_EVERY = 8  # chunks
+SAVE_EVERY = 8  # forward passes
 
 
 def calibrate(
@@ -51,7 +50,7 @@ def calibrate(
     field: str | None = None,
     all_layers: bool = False,
     dtype: str | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     save_every: int = SAVE_EVERY,
     restart: bool = False,
     progress: Progress = no_progress,
@@ -64,6 +63,7 @@ def calibrate(
     CheckpointError naming what is wrong.
     """
     settings = CalibrationConfig() if settings is None else settings
+    chunk = default_chunk() if chunk is None else chunk
     if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
         raise ConfigError(f"chunk = {chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
     if save_every < 1:

@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..cache import allocate_dense_cache
+from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
 from ..core.files import replacing_file
-from ..evaluation.stepper import AnyAttention, caches_length
+from ..evaluation.blockwise import StoredRows, allocate_rows, finish
+from ..evaluation.stepper import attend_and_store
 from ..models.config import ModelConfig
+from ..models.decoder import Decoder
 from ..quantize import round_to_bfloat16
+from ..rotations.statistics import LayerStatistics
 from . import covariance
 
 HELD_OUT_SHARE = 0.25
@@ -37,39 +40,38 @@ def split_sequences(sequences: Sequence[np.ndarray]) -> tuple[list[np.ndarray], 
 
 
 def make_statistics_step(
-    model: Any, config: ModelConfig, layers: Sequence[int]
-) -> Callable[..., tuple[list[Any], dict[int, covariance.StatisticsState]]]:
-    """A compiled step(state, tokens [1, T], caches, statistics) → (caches, statistics); caches are donated.
+    model: Decoder, config: ModelConfig, layers: Sequence[int]
+) -> Callable[..., tuple[list[StoredRows], dict[int, covariance.StatisticsState]]]:
+    """A compiled step(state, tokens int32 [B, T], start, count, rows, statistics) -> (rows, statistics).
 
-    With `statistics` None the step only advances the caches.
+    The first `count` tokens are real. The old rows are consumed. With `statistics` None only rows are added.
     """
     graph, _ = nnx.split(model)
 
-    @functools.partial(jax.jit, donate_argnums=2)
-    def step(state, tokens, caches, statistics):
-        new_lengths = jnp.full(1, tokens.shape[1], jnp.int32)
+    @functools.partial(jax.jit, donate_argnums=4)
+    def step(state, tokens, start, count, rows, statistics):
         updated = {} if statistics is None else dict(statistics)
 
-        strategy = AnyAttention(config, {}, new_lengths)
-
-        def attention(layer: int, query, key, value, cache):
-            out, cache = strategy(layer, query, key, value, cache)
+        def attention(layer: int, query, key, value, state):
+            part, state = attend_and_store(config, layer, query, key, value, state, start, None)
+            out = finish([part])
             if layer in updated:
-                stored = round_to_bfloat16(key[0]), round_to_bfloat16(value[0])
-                updated[layer] = covariance.update_statistics(updated[layer], query[0], *stored, out[0])
-            return out, cache
+                # The statistics are of the rows that a cache stores.
+                key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+                updated[layer] = covariance.update_pages(updated[layer], query, key, value, out, start, count)
+            return out, state
 
-        positions = caches_length(caches)[:, None] + jnp.arange(tokens.shape[1])
-        _, caches = nnx.merge(graph, state).hidden_states(
-            tokens, caches, positions=positions, attention=attention
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+        _, rows = nnx.merge(graph, state).hidden_states(
+            tokens, rows, positions=positions, attention=attention
         )
-        return caches, None if statistics is None else updated
+        return rows, None if statistics is None else updated
 
     return step
 
 
 def gather_statistics(
-    model: Any,
+    model: Decoder,
     config: ModelConfig,
     layers: Sequence[int],
     sequences: Sequence[np.ndarray],
@@ -79,11 +81,12 @@ def gather_statistics(
     state_path: pathlib.Path | None,
     run_digest: str,
     on_chunk: Callable[[int], None] = lambda tokens: None,
-) -> dict[int, covariance.LayerStatistics]:
-    """One pass over `sequences` int32 [S]; running sums are saved to `state_path` every `save_every` chunks.
+) -> dict[int, LayerStatistics]:
+    """One pass over `sequences` int32 [S] of one length; `state_path` gets the sums every `save_every` steps.
 
-    A saved state of the same `run_digest` is taken up; the result does not depend on interruptions.
-    `on_chunk(tokens)` is called with the tokens of every chunk that is done, also of those skipped.
+    A step takes `chunk` tokens: of one sequence, or of as many whole sequences as fit. A saved state of the
+    same `run_digest` is taken up; the result does not depend on interruptions. `on_chunk(tokens)` is called
+    with the tokens of every step that is done, also of those skipped.
     """
     step = make_statistics_step(model, config, layers)
     _, weights = nnx.split(model)
@@ -98,44 +101,53 @@ def gather_statistics(
         )
         for layer in layers
     }
-    plan = [
-        (number, start, min(chunk, len(sequence) - start))
-        for number, sequence in enumerate(sequences)
-        for start in range(0, len(sequence), chunk)
-    ]
+    length = len(sequences[0])
+    width = min(chunk, -(-length // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
+    # As many as fit and divide the whole, so that one compiled step serves all.
+    most = max(1, chunk // width) if width >= length else 1
+    together = max(n for n in range(1, most + 1) if len(sequences) % n == 0)
+    groups = [np.stack(sequences[i : i + together]) for i in range(0, len(sequences), together)]
+    plan = [(number, start) for number in range(len(groups)) for start in range(0, length, width)]
     # The published value basis weighs rows by the query covariance, which must be known before: here from the
-    # first fifth of the chunks. See `covariance.fix_surrogate_metric`.
+    # first fifth of the steps. See `covariance.fix_surrogate_metric`.
     metric_from = max(1, len(plan) // 5)
     done = 0
     if state_path is not None and state_path.exists():
         statistics, done = load_state(state_path, statistics, run_digest)
-    resumed = plan[done][0] if done < len(plan) else len(sequences)
-    caches: list[Any] = []
-    for index, (number, start, count) in enumerate(plan):
+    resumed = plan[done][0] if done < len(plan) else len(groups)
+    rows: list[StoredRows] = []
+    running: tuple[Any, int] | None = None  # something that is ready when the last step is, and its tokens
+    for index, (number, start) in enumerate(plan):
+        group = groups[number]
+        count = min(width, length - start)
         if number < resumed:
-            on_chunk(count)
+            on_chunk(count * len(group))
             continue
         if start == 0:
-            caches = _dense_caches(config, len(sequences[number]))
-            if index >= done:
-                statistics = {k: covariance.start_sequence(s) for k, s in statistics.items()}
-        tokens = sequences[number][None, start : start + count]
-        if index < done:  # the interrupted sequence: rebuild its cache, count nothing twice
-            caches, _ = step(weights, tokens, caches, None)
-            on_chunk(count)
+            geometry, capacity = config.cache_config(), -(-length // width) * width
+            rows = [
+                allocate_rows(geometry, len(group), capacity, restored=False) for _ in config.layer_windows
+            ]
+        tokens = np.zeros((len(group), width), np.int32)
+        tokens[:, :count] = group[:, start : start + count]
+        if index < done:  # the interrupted group: rebuild its rows, count nothing twice
+            rows, _ = step(weights, tokens, start, count, rows, None)
+            on_chunk(count * len(group))
             continue
         if index == metric_from:
             statistics = {k: covariance.fix_surrogate_metric(s) for k, s in statistics.items()}
-        caches, statistics = jax.block_until_ready(step(weights, tokens, caches, statistics))
-        on_chunk(count)
+        rows, statistics = step(weights, tokens, start, count, rows, statistics)
+        # The device is given a step before the one before it is waited for.
+        if running is not None:
+            jax.block_until_ready(running[0])
+            on_chunk(running[1])
+        running = (statistics[layers[0]].query_rows, count * len(group))
         if state_path is not None and (index + 1) % save_every == 0:
             save_state(state_path, statistics, index + 1, run_digest)
+    if running is not None:
+        jax.block_until_ready(running[0])
+        on_chunk(running[1])
     return {layer: covariance.finalize_statistics(state) for layer, state in statistics.items()}
-
-
-def _dense_caches(config: ModelConfig, length: int) -> list[Any]:
-    geometry = config.cache_config()
-    return [allocate_dense_cache(geometry, 1, length, window=window) for window in config.layer_windows]
 
 
 def save_state(

@@ -170,8 +170,8 @@ def _grow_calibrate(command: _Parser) -> None:
     _add_basis(command, CalibrationConfig.BASES, about)
     about = f"also layers with a sliding window of at most {RING_WINDOW} tokens"
     command.add_argument("--all-layers", action="store_true", help=about)
-    command.number("--chunk", 512, "tokens per forward pass")
-    command.number("--save-every", 8, "save the statistics every N chunks, to resume from")
+    command.number("--chunk", None, "tokens per forward pass (default 512 on a CPU, 2048 elsewhere)")
+    command.number("--save-every", 8, "save the statistics every N forward passes, to resume from")
     about = "forget an interrupted calibration in DIR"
     command.add_argument("--restart", action="store_true", help=about)
 
@@ -200,7 +200,7 @@ def _grow_evaluate(command: _Parser) -> None:
     command.add_argument("--methods", default=methods, metavar="LIST", help=about)
     command.add_argument("--out", required=True, metavar="DIR", help="where table, JSON and plot go")
     command.number("--every", 1, "judge every N-th position")
-    command.number("--chunk", 64, "tokens per forward pass")
+    command.number("--chunk", None, "tokens per forward pass; the figures do not depend on it")
     about = "quantize layers with a sliding window too, in every method"
     command.add_argument("--all-layers", action="store_true", help=about)
     about = "retrieval of planted keys instead of perplexity"

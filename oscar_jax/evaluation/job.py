@@ -1,10 +1,10 @@
 """What two bits cost: perplexity, KL to BF16, attention error, memory and retrieval, all on the same text.
 
-All methods walk through the same tokens side by side, chunk by chunk, each with its own cache, so that memory
-does not grow with the number of judged positions. The BF16 method is the same model with a BF16 cache; `int2`
-is the real page cache; the asymmetric recipes are simulated: they read rows that were quantized and
-restored, for exactly the tokens whose pages would be INT2. Prefill runs in chunks of 64 tokens by default, so
-that every query sees the windows it would see in decoding: 256 ... 319 recent tokens and its own chunk.
+All methods walk through the same tokens side by side as one batch, so that memory does not grow with the
+number of judged positions. The first row is the same model with a BF16 cache; `int2` codes pages with the
+real quantizer and reads them back, the asymmetric recipes are simulated likewise. Every query reads exactly
+the tokens from INT2 that it would read in decoding, token by token, however long the chunks are
+(`blockwise.py`): figures do not depend on the chunk, and do not flatter.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..core import cache_format as fmt
@@ -30,19 +29,10 @@ from ..rotations.statistics import STATISTICS_FILE, load_statistics
 from . import fidelity, needles
 from .methods import METHODS, check_method_names, resolve_methods
 from .report import StreamResult, evaluation_document, save_evaluation
-from .stepper import (
-    Method,
-    Runner,
-    allocate_caches,
-    compare_distributions,
-    layer_error,
-    make_runner,
-    method_bytes,
-)
+from .stepper import JUDGED_ROWS, Method, Runner, layer_error, make_runner, method_bytes, recipes_of
 from .streams import TextError, TokenStream, check_source, read_stream
-from .subject import Progress, Subject, load_subject, no_progress
+from .subject import Progress, Subject, default_chunk, load_subject, no_progress
 
-CHUNK = 64  # tokens per forward pass
 PROBES = 256  # query positions at which attention itself is compared
 
 
@@ -55,6 +45,7 @@ class _Question:
     methods: list[Method]
     streams: list[TokenStream]
     rotation_set: RotationSet | None
+    chunk: int
     about: dict[str, Any]
 
 
@@ -67,7 +58,7 @@ def evaluate(
     context: int = 4096,
     methods: Sequence[str] = METHODS,
     every: int = 1,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     field: str | None = None,
     all_layers: bool = False,
     dtype: str | None = None,
@@ -83,18 +74,7 @@ def evaluate(
     """
     if not texts:
         raise ConfigError("--text is needed (without it only --needle works)")
-    question = _prepare(
-        model,
-        texts,
-        rotations,
-        context,
-        methods,
-        every,
-        chunk,
-        field=field,
-        all_layers=all_layers,
-        dtype=dtype,
-    )
+    question = _prepare(model, texts, rotations, context, methods, every, chunk, field, all_layers, dtype)
     config = question.subject.config
     sequences = [with_bos(stream, context, config) for stream in question.streams]
     for stream in question.streams:
@@ -110,7 +90,7 @@ def evaluate(
             stream,
             tokens,
             question.layers,
-            chunk=chunk,
+            chunk=question.chunk,
             every=every,
             on_chunk=lambda count: progress("evaluation", count, context * len(sequences)),
         )
@@ -129,7 +109,7 @@ def evaluate_needles(
     rotations: str | os.PathLike[str] | None = None,
     context: int = 4096,
     methods: Sequence[str] = METHODS,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     planted: int = 10,
     trials: int = 3,
     seed: int = 0,
@@ -146,8 +126,16 @@ def evaluate_needles(
         if value < 1:
             raise ConfigError(f"{name} = {value}, allowed: >= 1")
     question = _prepare(model, texts, rotations, context, methods, 1, chunk, field, all_layers, dtype)
-    subject = question.subject
-    document = question.about | needles.run_needles(
+    subject, chunk = question.subject, question.chunk
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def save(document: dict[str, Any]) -> None:
+        document = question.about | document
+        (out / "needle.json").write_text(json.dumps(document, indent=1) + "\n")
+        (out / "needle.md").write_text("\n".join(needles.needle_table(document)) + "\n")
+
+    return question.about | needles.run_needles(
         make_runner(subject.model, subject.config),
         question.methods,
         question.streams,
@@ -158,13 +146,9 @@ def evaluate_needles(
         needles=planted,
         trials=trials,
         seed=seed,
-        on_context=lambda: progress("needles", 1, trials * len(question.methods)),
+        on_chunk=lambda tokens: progress("needles", tokens, trials * context),
+        on_trial=save,
     )
-    out = pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "needle.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "needle.md").write_text("\n".join(needles.needle_table(document)) + "\n")
-    return document
 
 
 def _prepare(
@@ -174,7 +158,7 @@ def _prepare(
     context: int,
     methods: Sequence[str],
     every: int,
-    chunk: int,
+    chunk: int | None,
     field: str | None,
     all_layers: bool,
     dtype: str | None,
@@ -194,6 +178,8 @@ def _prepare(
     subject = load_subject(model, dtype)
     config = subject.config
     layers = subject.int2_layers(all_layers=all_layers)
+    # No more than the context: a short text must not be padded to a long chunk.
+    chunk = min(default_chunk(), -(-context // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS) if chunk is None else chunk
     check_evaluation(context, chunk, every, config)
     resolved = resolve_methods(names, config, layers, rotation_set, statistics)
     streams = [read_stream(sources, subject.encode, context, field) for sources in texts]
@@ -209,7 +195,7 @@ def _prepare(
         quantized_layers=list(layers),
         rotations=describe_rotations(rotation_set),
     )
-    return _Question(subject, layers, resolved, streams, rotation_set, about)
+    return _Question(subject, layers, resolved, streams, rotation_set, chunk, about)
 
 
 def judged_positions(context: int, every: int, config: CacheConfig) -> np.ndarray:
@@ -232,64 +218,65 @@ def evaluate_stream(
 ) -> StreamResult:
     """Runs every method over `tokens` int32 [S] side by side; `layers` are the quantized ones.
 
-    `on_chunk(tokens)` is called after every chunk with the number of tokens done by all methods.
+    methods[0] is BF16, the reference. `on_chunk(tokens)` is called when a chunk is judged for all methods.
     """
     config = runner.config
     geometry = config.cache_config()
     context = len(tokens)
     positions = judged_positions(context, every, geometry)
     probes = fidelity.probe_positions(context, PROBES, geometry)
-    caches = {m.name: allocate_caches(m, config, context, full=layers) for m in methods}
-    measures: dict[str, list[list[np.ndarray]]] = {m.name: [] for m in methods}
-    probe_queries: list[list[np.ndarray]] = [[] for _ in layers]
-    rows = -(-chunk // every)
+    recipes = recipes_of(methods, layers)
+    rows = runner.allocate(len(methods), -(-context // chunk) * chunk, list(recipes))
+    measures: list[list[np.ndarray]] = []
+    probe_queries: list[list[np.ndarray]] = []
+    judged = -(-chunk // (every * JUDGED_ROWS)) * JUDGED_ROWS
 
+    def collect(pending: tuple[Any, int, list[jax.Array], int, int]) -> None:
+        columns, count, queries, probed, done = pending
+        if columns is not None:
+            measures.append([np.asarray(column)[:, :count] for column in columns])
+        probe_queries.append([np.asarray(query)[:probed] for query in queries])
+        on_chunk(done)
+
+    # The device works on one chunk while the outcome of the one before is fetched.
+    pending = None
     for start in range(0, context, chunk):
         count = min(chunk, context - start)
-        padded = np.zeros((1, chunk), np.int32)
-        padded[0, :count] = tokens[start : start + count]
-        new_lengths = jnp.asarray([count], jnp.int32)
+        padded = np.zeros(chunk, np.int32)
+        padded[:count] = tokens[start : start + count]
         local = positions[(positions >= start) & (positions < start + count)] - start
-        index = np.zeros(rows, np.int32)
-        index[: len(local)] = local
-        targets = tokens[np.minimum(start + index + 1, context - 1)]
         here = probes[(probes >= start) & (probes < start + count)] - start
-        measured, captured, reference = {}, [], None
-        for method in methods:  # bf16 comes first: it is the reference, of itself as well
-            capture = tuple(layers) if method.kind == "bf16" else ()
-            hidden, caches[method.name], queries = runner.step(
-                runner.state,
-                padded,
-                caches[method.name],
-                new_lengths,
-                dict(method.rotations),
-                capture=capture,
-            )
-            captured = queries or captured
-            if len(local):
-                log_q = runner.log_probabilities(runner.state, hidden, index)
-                reference = log_q if method.kind == "bf16" else reference
-                measured[method.name] = compare_distributions(reference, log_q, targets)
-        # Only now wait for the device: until here it could run ahead of this loop.
-        for name, columns in measured.items():
-            measures[name].append([np.asarray(column)[: len(local)] for column in columns])
-        for kept, query in zip(probe_queries, captured):
-            kept.append(np.asarray(query, np.float32)[0, here])
-        on_chunk(count)
+        probe = np.zeros(min(chunk, PROBES), np.int32)
+        probe[: len(here)] = here
+        batch = np.broadcast_to(padded, (len(methods), chunk))
+        hidden, rows, queries = runner.step(
+            runner.state, batch, start, rows, recipes, probe, capture=tuple(layers)
+        )
+        columns = None
+        if len(local):
+            index = np.zeros(judged, np.int32)
+            index[: len(local)] = local
+            targets = tokens[np.minimum(start + index + 1, context - 1)]
+            columns = runner.judge(runner.state, hidden, index, targets)
+        if pending is not None:
+            collect(pending)
+        pending = (columns, len(local), queries, len(here), count)
+    assert pending is not None
+    collect(pending)
 
-    joined = {name: [np.concatenate(column) for column in zip(*chunks)] for name, chunks in measures.items()}
-    exact = caches["bf16"]
+    nll, kl, top1 = (
+        {m.name: row for m, row in zip(methods, np.concatenate(column, axis=1))} for column in zip(*measures)
+    )
     errors: dict[str, dict[int, dict[str, float]]] = {m.name: {} for m in methods if m.rotations}
-    for layer, stored in zip(layers, probe_queries):
-        query = np.concatenate(stored)
-        key, value = exact[layer].key[0], exact[layer].value[0]
+    for number, layer in enumerate(layers):
+        query = np.concatenate([queries[number] for queries in probe_queries])
+        key, value = (part[0, :, :context].swapaxes(0, 1) for part in (rows[layer].key, rows[layer].value))
         for method in methods:
             if method.rotations:
                 errors[method.name][layer] = layer_error(
                     query, probes, key, value, method.rotations[layer], config, layer
                 )
-    nll, kl, top1 = ({name: columns[i] for name, columns in joined.items()} for i in range(3))
-    sizes = {m.name: method_bytes(m, caches[m.name], config) for m in methods}
+    sizes = {m.name: method_bytes(m, context, config, layers) for m in methods}
     return StreamResult(stream, positions, nll, kl, top1, errors, sizes)
 
 

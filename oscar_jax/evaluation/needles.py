@@ -1,6 +1,7 @@
-"""Retrieval of sentences planted in a long text, through each method's real cache."""
+"""Retrieval of sentences planted in a long text, each method reading it as it would in decoding."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ConfigError
-from .stepper import Method, Runner, allocate_caches
+from ..quantize import round_to_bfloat16
+from .blockwise import Partial, attend_own, attend_rows, finish
+from .stepper import Method, Runner, recipes_of
 from .streams import TokenStream
 
 # Retrieval.
@@ -72,45 +75,122 @@ def needle_question(name: str) -> str:
     return f"\nNow recall. The secret number of {name} is"
 
 
+def make_asker(runner: Runner) -> Callable[..., jax.Array]:
+    """Compiled ask(state, rows, stored, questions int32 [Q, T], lengths int32 [Q], answer): greedy answers.
+
+    `rows` are the `stored` tokens of the context, one row of the batch per method; all questions continue
+    from them at once and see nothing of each other. Questions are padded on the right. Returns int32
+    [M, Q, answer].
+    """
+    config = runner.config
+
+    @functools.partial(jax.jit, static_argnames=("answer",))
+    def ask(state, rows, stored, questions, lengths, answer: int):
+        count, longest = questions.shape
+        methods = rows[0].key.shape[0]
+        sequences = methods * count
+        shape = (sequences, longest + answer, config.num_key_value_heads, config.head_dim)
+        tails = [(jnp.zeros(shape, jnp.bfloat16),) * 2 for _ in rows]
+        decoder = runner.merge(state)
+        slots = jnp.arange(shape[1])
+
+        def advance(tokens, places, tails):
+            """Tokens [Q*M, T] at `places` int32 [Q, T] after the context -> next tokens' logits, tails."""
+            steps = places.shape[1]
+            tiled = jnp.tile(places, (methods, 1))  # [Q*M, T]
+            at = jnp.arange(sequences)[:, None]
+
+            def attention(layer: int, query, key, value, state):
+                window = config.layer_windows[layer]
+                state = tuple(
+                    store.at[at, tiled].set(round_to_bfloat16(new)) for store, new in zip(state, (key, value))
+                )
+                mask = slots <= tiled[..., None]
+                if window is not None:
+                    mask &= slots > tiled[..., None] - window
+                own = attend_own(query, *state, mask, config.attention_scale)
+                before = attend_rows(
+                    query.reshape(methods, count * steps, *query.shape[2:]),
+                    rows[layer],
+                    stored + places.reshape(-1),
+                    stored,
+                    config=config.cache_config(),
+                    softmax_scale=config.attention_scale,
+                    sliding_window=window,
+                )
+                return finish([_per_question(before, count), own]), state
+
+            return decoder.hidden_states(tokens, tails, positions=stored + tiled, attention=attention)
+
+        def choose(hidden):  # [Q*M, H] -> int32 [Q*M]
+            return jnp.argmax(decoder.logits(hidden), axis=-1).astype(jnp.int32)
+
+        places = jnp.broadcast_to(jnp.arange(longest), (count, longest))
+        hidden, tails = advance(jnp.tile(questions, (methods, 1)), places, tails)
+        last = jnp.tile(lengths, methods) - 1
+        first = choose(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+
+        def step(carry, index):
+            tokens, tails = carry
+            hidden, tails = advance(tokens[:, None], (lengths + index)[:, None], tails)
+            return (choose(hidden[:, 0]), tails), tokens
+
+        _, tokens = jax.lax.scan(step, (first, tails), jnp.arange(answer))
+        return tokens.T.reshape(methods, count, answer)
+
+    return ask
+
+
+def _per_question(part: Partial, count: int) -> Partial:
+    """[M, K, G, Q*T, ...] -> [M*Q, K, G, T, ...]."""
+
+    def split(array: jax.Array) -> jax.Array:
+        methods, heads, group, tokens, *rest = array.shape
+        split = array.reshape(methods, heads, group, count, tokens // count, *rest)
+        return jnp.moveaxis(split, 3, 1).reshape(methods * count, heads, group, tokens // count, *rest)
+
+    return Partial(*map(split, part))
+
+
 def retrieve(
     runner: Runner,
-    method: Method,
+    ask: Callable[..., jax.Array],
+    methods: Sequence[Method],
     planted: NeedleContext,
     encode: Callable[[str], list[int]],
     decode: Callable[[Sequence[int]], str],
     *,
     chunk: int,
-) -> list[bool]:
-    """Asks for every needle by greedy decoding through the method's real cache; one bool per needle.
+    on_chunk: Callable[[int], None] = lambda tokens: None,
+) -> list[list[bool]]:
+    """Asks for every needle by greedy decoding with every method; [methods][needles].
 
-    The context is prefilled once; every question continues from that same cache.
+    The context is read once, by all methods side by side, and shared by all questions.
     """
-    questions = [encode(needle_question(name)) for name in planted.names]
-    answer_length = max(len(encode(" " + number)) for number in planted.numbers) + 2
-    longest = len(planted.tokens) + max(map(len, questions)) + answer_length
-    caches = allocate_caches(method, runner.config, longest)
-    rotations = dict(method.rotations)
-    for start in range(0, len(planted.tokens), chunk):
+    context = len(planted.tokens)
+    recipes = recipes_of(methods, range(runner.config.num_layers))
+    rows = runner.allocate(len(methods), -(-context // chunk) * chunk, list(recipes))
+    for start in range(0, context, chunk):
         part = planted.tokens[start : start + chunk]
-        padded = np.zeros((1, chunk), np.int32)
-        padded[0, : len(part)] = part
-        new_lengths = jnp.asarray([len(part)], jnp.int32)
-        _, caches, _ = runner.step(runner.state, padded, caches, new_lengths, rotations)
-    one = jnp.ones(1, jnp.int32)
-    found = []
-    for question, number in zip(questions, planted.numbers):
-        branch = jax.tree.map(jnp.copy, caches)  # steps consume the cache they are given
-        answer: list[int] = []
-        for token in question:
-            hidden, branch, _ = runner.step(
-                runner.state, np.full((1, 1), token, np.int32), branch, one, rotations
-            )
-        for _ in range(answer_length):
-            answer.append(int(runner.next_token(runner.state, hidden[:, 0])[0]))
-            token = np.full((1, 1), answer[-1], np.int32)
-            hidden, branch, _ = runner.step(runner.state, token, branch, one, rotations)
-        found.append(decode(answer).strip().startswith(number))
-    return found
+        padded = np.zeros((len(methods), chunk), np.int32)
+        padded[:, : len(part)] = part
+        _, rows, _ = runner.step(runner.state, padded, start, rows, recipes)
+        jax.block_until_ready(rows[0].key)
+        on_chunk(len(part))
+    asked = [encode(needle_question(name)) for name in planted.names]
+    lengths = np.asarray([len(question) for question in asked], np.int32)
+    questions = np.zeros((len(asked), lengths.max()), np.int32)
+    for row, question in zip(questions, asked):
+        row[: len(question)] = question
+    longest = max(len(encode(" " + number)) for number in planted.numbers) + 2
+    answers = np.asarray(ask(runner.state, rows, context, questions, lengths, answer=longest))
+    return [
+        [
+            decode(answer.tolist()).strip().startswith(number)
+            for answer, number in zip(by_needle, planted.numbers)
+        ]
+        for by_needle in answers
+    ]
 
 
 def run_needles(
@@ -125,11 +205,13 @@ def run_needles(
     needles: int,
     trials: int,
     seed: int,
-    on_context: Callable[[], None] = lambda: None,
+    on_chunk: Callable[[int], None] = lambda tokens: None,
+    on_trial: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """Retrieval of planted numbers by every method in the same contexts, by depth; see `retrieve`.
 
-    Filler is the given streams' text in turn, or made-up sentences when there is none.
+    Filler is the given streams' text in turn, or made-up sentences when there is none. `on_trial(document)`
+    is called after every context with the figures so far.
     """
     generator = random.Random(seed)
     fillers = [stream.tokens for stream in streams]
@@ -142,27 +224,30 @@ def run_needles(
         )
         for trial in range(trials)
     ]
-    found: dict[str, list[list[bool]]] = {method.name: [] for method in methods}
+    ask = make_asker(runner)
+    found: list[list[list[bool]]] = []  # [trials][methods][needles]
+    document: dict[str, Any] = {}
     for text in planted:
-        for method in methods:
-            found[method.name].append(retrieve(runner, method, text, encode, decode, chunk=chunk))
-            on_context()
-    return {
-        "needles": needles,
-        "trials": trials,
-        "seed": seed,
-        "filler": [{"label": s.label, "digest": s.digest} for s in streams] or "made-up sentences",
-        "depths": planted[0].depths,
-        "methods": [
-            {
-                "method": method.name,
-                "bits_per_element": method.bits,
-                "retrieved": float(np.mean(found[method.name])),
-                "by_depth": np.mean(found[method.name], axis=0).tolist(),
-            }
-            for method in methods
-        ],
-    }
+        found.append(retrieve(runner, ask, methods, text, encode, decode, chunk=chunk, on_chunk=on_chunk))
+        by_depth = np.mean(found, axis=0)
+        document = {
+            "needles": needles,
+            "trials": len(found),
+            "seed": seed,
+            "filler": [{"label": s.label, "digest": s.digest} for s in streams] or "made-up sentences",
+            "depths": planted[0].depths,
+            "methods": [
+                {
+                    "method": method.name,
+                    "bits_per_element": method.bits,
+                    "retrieved": float(shares.mean()),
+                    "by_depth": shares.tolist(),
+                }
+                for method, shares in zip(methods, by_depth)
+            ],
+        }
+        on_trial(document)
+    return document
 
 
 def needle_table(document: Mapping[str, Any]) -> list[str]:

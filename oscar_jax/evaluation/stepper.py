@@ -1,8 +1,8 @@
-"""Steps a decoder through text with any mixture of caches, and measures each layer's attention on the way.
+"""Steps a decoder through text, several methods or several sequences side by side, and compares the outcomes.
 
-Three kinds of cache stand behind one call: the BF16 `DenseCache`, the 2-bit `LayerCache`, and the
-`SimulatedCache` of the asymmetric recipes, which keeps rows as a recipe would return them beside the exact
-rows and reads them for exactly the tokens whose pages would be INT2.
+One step takes T tokens of each of B rows of a batch. In an evaluation the rows are methods that all read the
+same tokens: row 0 is BF16, the others read INT2 pages or a simulated recipe where decoding would
+(`blockwise.py`). In a calibration the rows are sequences, all exact.
 """
 
 import dataclasses
@@ -15,15 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..attention import chunk_attention, decode_attention
-from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows, live_bytes
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
-from ..layer_cache import DenseCache
-from ..models.cached_attention import CachedAttention
 from ..models.config import ModelConfig
+from ..models.decoder import Decoder
 from ..quantize import round_to_bfloat16
+from ..rotations.rotation import LayerRotation
 from . import fidelity
+from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
+
+Recipe = LayerRotation | fidelity.AsymmetricRecipe | None  # None: exact
+JUDGED_ROWS = 32  # positions whose distributions over the vocabulary are in memory at a time, per method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,155 +39,141 @@ class Method:
     basis: str = ""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["exact", "restored"], meta_fields=["config"]
-)
-@dataclasses.dataclass(frozen=True)
-class SimulatedCache:
-    """Exact rows (BF16) beside the same rows quantized and restored (float32), both full length."""
+def restore_rows(key: jax.Array, value: jax.Array, recipes: Sequence[Recipe]) -> tuple[jax.Array, jax.Array]:
+    """Rows as each method's history returns them: [M, T, K, D], one recipe per row of M -> float32.
 
-    exact: DenseCache
-    restored: DenseCache
-    config: CacheConfig
+    T starts at a page boundary. A last page that is not complete yields rows that no query reads.
+    """
+    groups: dict[Any, list[int]] = {}
+    for row, recipe in enumerate(recipes):
+        leaves, tree = jax.tree.flatten(recipe)
+        groups.setdefault((tree, tuple(jnp.shape(leaf) for leaf in leaves)), []).append(row)
+    parts, order = [], []
+    for members in groups.values():
+        order += members
+        rows = key[jnp.asarray(members)], value[jnp.asarray(members)]
+        first = recipes[members[0]]
+        if first is None:
+            parts.append(tuple(part.astype(jnp.float32) for part in rows))
+            continue
+        function = (
+            fidelity.reconstruct_pages if isinstance(first, LayerRotation) else fidelity.reconstruct_rows
+        )
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(recipes[row] for row in members))
+        parts.append(jax.vmap(function)(*rows, stacked))
+    back = jnp.asarray(np.argsort(order))
+    restored_key, restored_value = (jnp.concatenate(column)[back] for column in zip(*parts))
+    return restored_key, restored_value
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A model ready to be stepped with any mixture of caches; build it with `make_runner`."""
+    """A model ready to be stepped; build it with `make_runner`."""
 
     config: ModelConfig
     state: Any  # the model's arrays
-    step: Callable[..., tuple[jax.Array, list[Any], list[jax.Array]]]
-    log_probabilities: Callable[..., jax.Array]
-    next_token: Callable[..., jax.Array]
+    step: Callable[..., tuple[jax.Array, list[StoredRows], list[jax.Array]]]
+    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    merge: Callable[[Any], Decoder]
+
+    def allocate(self, batch: int, tokens: int, restored: Sequence[int] = ()) -> list[StoredRows]:
+        """Empty rows of every layer, with restored ones beside them in the layers `restored`."""
+        geometry = self.config.cache_config()
+        return [
+            allocate_rows(geometry, batch, tokens, restored=layer in restored)
+            for layer in range(self.config.num_layers)
+        ]
 
 
-def make_runner(model: Any, config: ModelConfig) -> Runner:
-    """Compiled steps of a decoder: hidden rows through caches, log-probabilities, and their comparison."""
+def make_runner(model: Decoder, config: ModelConfig) -> Runner:
+    """Compiled steps of a decoder, see `Runner`.
+
+    step(state, tokens int32 [B, T], start, rows, recipes, probes int32 [P], capture=layers): tokens from
+    position `start` on, a multiple of 64, go through the decoder. recipes: layer -> one Recipe per row of the
+    batch. Returns the last hidden rows [B, T, H], the rows with the tokens added (the old ones are consumed)
+    and, per captured layer, the queries of row 0 at the probed rows, float32 [P, N, D].
+
+    judge(state, hidden [M, T, H], index int32 [R], targets int32 [R]): see `compare_distributions`; R is a
+    multiple of JUDGED_ROWS.
+    """
     graph, state = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames=("capture",), donate_argnums=(2,))
-    def step(state, tokens, caches, new_lengths, rotations, capture: tuple[int, ...] = ()):
-        # tokens int32 [B, T] -> hidden [B, T, H], caches, queries of the captured layers [B, T, N, D]
+    @functools.partial(jax.jit, static_argnames=("capture",), donate_argnums=(3,))
+    def step(state, tokens, start, rows, recipes, probes=None, capture: tuple[int, ...] = ()):
         queries: list[jax.Array] = []
+        positions = start + jnp.arange(tokens.shape[1])
 
-        strategy = AnyAttention(config, rotations, new_lengths)
-
-        def attention(layer: int, query, key, value, cache):
+        def attention(layer: int, query, key, value, state):
             if layer in capture:
-                queries.append(query)
-            return strategy(layer, query, key, value, cache)
+                queries.append(query[0, probes].astype(jnp.float32))
+            part, state = attend_and_store(config, layer, query, key, value, state, start, recipes.get(layer))
+            return finish([part]), state
 
-        positions = caches_length(caches)[:, None] + jnp.arange(tokens.shape[1])
-        hidden, caches = nnx.merge(graph, state).hidden_states(
-            tokens, caches, positions=positions, attention=attention
+        hidden, rows = nnx.merge(graph, state).hidden_states(
+            tokens, rows, positions=jnp.broadcast_to(positions, tokens.shape), attention=attention
         )
-        return hidden, caches, queries
+        return hidden, rows, queries
 
     @jax.jit
-    def log_probabilities(state, hidden, index):  # hidden [1, T, H], index int32 [R] -> float32 [R, V]
-        logits = nnx.merge(graph, state).logits(hidden[0, index])
-        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    def judge(state, hidden, index, targets):
+        decoder = nnx.merge(graph, state)
 
-    @jax.jit
-    def next_token(state, hidden):  # [B, H] -> int32 [B]
-        return jnp.argmax(nnx.merge(graph, state).logits(hidden), axis=-1).astype(jnp.int32)
+        def block(arguments):
+            here, target = arguments
+            logits = decoder.logits(hidden[:, here]).astype(jnp.float32)  # [M, JUDGED_ROWS, V]
+            return compare_distributions(jax.nn.log_softmax(logits, axis=-1), target)
 
-    return Runner(config, state, step, log_probabilities, next_token)
+        shape = (-1, JUDGED_ROWS)
+        nll, kl, top1 = jax.lax.map(block, (index.reshape(shape), targets.reshape(shape)))
+        return tuple(column.swapaxes(0, 1).reshape(hidden.shape[0], -1) for column in (nll, kl, top1))
+
+    return Runner(config, state, step, judge, functools.partial(nnx.merge, graph))
 
 
-@jax.jit
-def compare_distributions(
-    reference: jax.Array, log_q: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row-wise negative log-likelihood, KL(reference || q) in nats, and equality of the argmax.
+def attend_and_store(
+    config: ModelConfig,
+    layer: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    stored: StoredRows,
+    start: jax.Array | int,
+    recipes: Sequence[Recipe] | None,
+) -> tuple[Partial, StoredRows]:
+    """One layer's attention over all tokens so far, the new ones stored first; recipes one per batch row."""
+    # Every method reads the same rows: those that a cache stores.
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    restored = None if recipes is None else restore_rows(key, value, recipes)
+    stored = write_rows(stored, start, key, value, restored)
+    tokens = query.shape[1]
+    part = attend_rows(
+        query,
+        stored,
+        start + jnp.arange(tokens),
+        start + tokens,
+        config=config.cache_config(),
+        softmax_scale=config.attention_scale,
+        sliding_window=config.layer_windows[layer],
+    )
+    return part, stored
 
-    reference, log_q float32 [R, V] log-probabilities; targets int32 [R]. Returns float32, float32, bool [R].
+
+def compare_distributions(log_q: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Negative log-likelihood, KL(first || each) in nats, and equality of the argmax with the first.
+
+    log_q float32 [M, R, V] log-probabilities, the first of M is the reference; targets int32 [R]. Returns
+    float32, float32, bool [M, R].
     """
-    nll = -jnp.take_along_axis(log_q, targets[:, None], axis=-1)[:, 0]
+    reference = log_q[:1]
+    nll = -jnp.take_along_axis(log_q, targets[None, :, None], axis=-1)[..., 0]
     kl = jnp.sum(jnp.exp(reference) * (reference - log_q), axis=-1)
     return nll, kl, jnp.argmax(reference, axis=-1) == jnp.argmax(log_q, axis=-1)
 
 
-class AnyAttention:
-    """The decoder's attention strategy over any mixture of the three caches; see `decoder.Attention`."""
-
-    def __init__(self, config: ModelConfig, rotations: Mapping[int, Any], new_lengths: jax.Array) -> None:
-        self.config, self.rotations, self.new_lengths = config, rotations, new_lengths
-        self.cached = CachedAttention(config, rotations, new_lengths)
-
-    def __call__(
-        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
-    ) -> tuple[jax.Array, Any]:
-        """Attention of one layer: rows [B, T, N, D] and the cache with the rows appended."""
-        # Every method must read the same rows: those that a cache stores.
-        key, value = round_to_bfloat16(key), round_to_bfloat16(value)
-        if not isinstance(state, SimulatedCache):
-            return self.cached(layer, query, key, value, state)
-        options = {
-            "softmax_scale": self.config.attention_scale,
-            "sliding_window": self.config.layer_windows[layer],
-        }
-        rotation = self.rotations[layer]
-        return _attend_simulated(query, key, value, state, rotation, self.new_lengths, options)
-
-
-def _attend_simulated(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cache: SimulatedCache,
-    recipe: fidelity.AsymmetricRecipe,
-    new_lengths: jax.Array,
-    options: dict[str, Any],
-) -> tuple[jax.Array, SimulatedCache]:
-    """`cache.attend` over rows as the recipe would return them, with the same windows as the INT2 cache."""
-    restored = fidelity.reconstruct_rows(key, value, recipe)
-    appended = SimulatedCache(
-        append_rows(cache.exact, None, key, value, new_lengths),
-        append_rows(cache.restored, None, *restored, new_lengths),
-        cache.config,
-    )
-    if query.shape[1] == 1:
-        return decode_attention(query[:, 0], _mixed_rows(appended), None, **options)[:, None], appended
-    mixed = _mixed_rows(cache)
-    return chunk_attention(query, key, value, mixed, None, new_lengths=new_lengths, **options), appended
-
-
-def _mixed_rows(cache: SimulatedCache) -> DenseCache:
-    """The rows attention reads: restored where their page would be INT2, exact elsewhere."""
-    exact, restored = cache.exact, cache.restored
-    coded = fidelity.coded_mask(exact.lengths, exact.key.shape[1], cache.config)[..., None, None]
-    return dataclasses.replace(
-        exact,
-        key=jnp.where(coded, restored.key, exact.key.astype(jnp.float32)),
-        value=jnp.where(coded, restored.value, exact.value.astype(jnp.float32)),
-    )
-
-
-def caches_length(caches: Sequence[Any]) -> jax.Array:
-    """Tokens stored per sequence, int32 [B]; every layer's cache has the same."""
-    first = caches[0]
-    return first.exact.lengths if isinstance(first, SimulatedCache) else first.lengths
-
-
-def allocate_caches(
-    method: Method, config: ModelConfig, max_length: int, batch: int = 1, full: Sequence[int] = ()
-) -> list[Any]:
-    """Empty caches, one per layer; windowed layers outside `method.rotations` and `full` get rings."""
-    geometry = config.cache_config()
-    caches: list[Any] = []
-    for layer, window in enumerate(config.layer_windows):
-        if layer not in method.rotations:
-            ring = None if layer in full else window
-            caches.append(allocate_dense_cache(geometry, batch, max_length, window=ring))
-        elif method.kind == "int2":
-            caches.append(allocate_layer_cache(geometry, batch, max_length))
-        else:
-            exact = allocate_dense_cache(geometry, batch, max_length)
-            restored = allocate_dense_cache(geometry, batch, max_length, dtype=jnp.float32)
-            caches.append(SimulatedCache(exact, restored, geometry))
-    return caches
+def recipes_of(methods: Sequence[Method], layers: Sequence[int]) -> dict[int, tuple[Recipe, ...]]:
+    """Layer -> one recipe per method, None where it is exact; layers that nobody quantizes are left out."""
+    found = {layer: tuple(method.rotations.get(layer) for method in methods) for layer in layers}
+    return {layer: recipes for layer, recipes in found.items() if any(r is not None for r in recipes)}
 
 
 def layer_error(
@@ -235,30 +223,34 @@ def _layer_error(query, positions, key, value, rotation, *, geometry, softmax_sc
     )
 
 
-def method_bytes(method: Method, caches: Sequence[Any], config: ModelConfig) -> dict[str, int]:
-    """Live cache bytes of the quantized layers and of the whole model, against BF16 rows of the same tokens.
+def method_bytes(method: Method, tokens: int, config: ModelConfig, layers: Sequence[int]) -> dict[str, int]:
+    """Bytes of a cache of `tokens` tokens: of the quantized `layers`, of all layers, and of all in BF16.
 
-    Simulated recipes are counted as their real cache would be: history at `method.bits` per element, windows
-    in BF16.
+    INT2: whole pages, as `cache.live_bytes` counts them. Simulated recipes: history at `method.bits` per
+    element. BF16 layers with a window hold that many tokens.
     """
+    geometry = config.cache_config()
     totals = {"quantized_layers": 0, "all_layers": 0, "all_layers_bf16": 0}
-    for layer, cache in enumerate(caches):
-        if isinstance(cache, SimulatedCache):
-            geometry = cache.config
-            length = int(cache.exact.lengths[0])
-            history = fmt.PAGE_TOKENS * geometry.history_pages(length)
-            elements = 2 * geometry.num_key_value_heads * geometry.head_dim
-            dense = 2 * elements * length
-            live = round(history * elements * method.bits / 8) + 2 * elements * (length - history)
-        else:
-            stored = live_bytes(cache)
-            live, dense = stored["total"], stored["bfloat16"]
-            if isinstance(cache, DenseCache) and config.layer_windows[layer] is not None:
-                window = config.layer_windows[layer]
-                row = dense // max(1, stored["tokens"])
-                live = dense = row * min(stored["tokens"], window or stored["tokens"])
+    row = 4 * geometry.num_key_value_heads * geometry.head_dim  # bytes of a BF16 key and value
+    for layer, window in enumerate(config.layer_windows):
+        dense = row * min(tokens, tokens if window is None or layer in layers else window)
+        live = dense
         if layer in method.rotations:
-            totals["quantized_layers"] += live
+            live = _quantized_bytes(method, tokens, geometry)
+        totals["quantized_layers"] += live if layer in layers else 0
         totals["all_layers"] += live
         totals["all_layers_bf16"] += dense
     return totals
+
+
+def _quantized_bytes(method: Method, tokens: int, geometry: CacheConfig) -> int:
+    pages = geometry.history_pages(tokens)
+    heads, head_dim = geometry.num_key_value_heads, geometry.head_dim
+    if method.kind == "int2":
+        window_pages = -(-tokens // fmt.PAGE_TOKENS) - pages
+        return heads * (
+            pages * fmt.int2_page_bytes(head_dim) + window_pages * fmt.window_page_bytes(head_dim)
+        )
+    history = fmt.PAGE_TOKENS * pages
+    elements = 2 * heads * head_dim  # of a token
+    return round(history * elements * method.bits / 8) + 2 * elements * (tokens - history)

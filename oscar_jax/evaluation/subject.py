@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ..core.errors import ConfigError
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, WindowPolicy
 from ..models.cached_attention import int2_layers
@@ -25,6 +27,11 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def window_policy(all_layers: bool) -> WindowPolicy:
     """What `--all-layers` says: INT2 pages in every layer, or BF16 rings in those with a short window."""
     return EVERY_LAYER_INT2 if all_layers else DEFAULT_WINDOW_POLICY
+
+
+def default_chunk() -> int:
+    """Tokens per forward pass: enough for large matrix products, 512 on a CPU and 2048 elsewhere."""
+    return 512 if jax.default_backend() == "cpu" else 2048
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

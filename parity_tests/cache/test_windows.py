@@ -20,25 +20,31 @@ EXPECTED = {"default": (320, 4), "none": (64, 8)}
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, int]]:
     """Hidden rows float32 [T, H] of a tiny model and INT2 pages of its cache, by windows; "dense" is BF16."""
     pytest.importorskip("jax")
+    import jax
     import jax.numpy as jnp
 
     from oscar_jax.cache import allocate_dense_cache, allocate_layer_cache
-    from oscar_jax.evaluation.stepper import make_runner
+    from oscar_jax.models.cached_attention import CachedAttention
     from oscar_jax.models.weights import load_model
     from oscar_jax.rotations.rotation import hadamard_rotation
 
     directory: Path = tmp_path_factory.mktemp("model")
     model, config, _ = load_model(write_tiny_model(directory, num_hidden_layers=1))
-    runner = make_runner(model, config)
     rotation = hadamard_rotation(config.num_key_value_heads, config.head_dim)
     rotations = dict.fromkeys(range(config.num_layers), rotation)
     tokens = np.random.default_rng(0).integers(0, 256, TOKENS).astype(np.int32)
+
+    @jax.jit
+    def step(chunk: jax.Array, caches: list[Any], rotations: dict[int, Any]) -> tuple[jax.Array, list[Any]]:
+        attention = CachedAttention(config, rotations, jnp.full(1, CHUNK, jnp.int32))
+        positions = caches[0].lengths[:, None] + jnp.arange(CHUNK)
+        return model.hidden_states(chunk, caches, positions=positions, attention=attention)
 
     def run(caches: list[Any], rotations: dict[int, Any]) -> tuple[np.ndarray, int]:
         parts = []
         for start in range(0, TOKENS, CHUNK):
             chunk = jnp.asarray(tokens[None, start : start + CHUNK])
-            out, caches, _ = runner.step(runner.state, chunk, caches, jnp.asarray([CHUNK]), rotations)
+            out, caches = step(chunk, caches, rotations)
             parts.append(np.asarray(out[0], np.float32))
         pages = getattr(caches[0], "history_pages", None)
         return np.concatenate(parts), 0 if pages is None else int(pages[0])

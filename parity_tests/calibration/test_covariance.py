@@ -115,6 +115,40 @@ def test_chunked_equals_whole_equals_oracle(rows, metric, sizes, skip):
     compare(statistics, oracle(rows, metric, skip))
 
 
+@pytest.mark.parametrize("skip", [0, 64])
+def test_batches_of_padded_pages_equal_the_oracle(rows, metric, skip):
+    """Two equal sequences at once, in steps of 256 tokens of which the last is not full: each as alone."""
+    output = attention(*rows).astype(np.float32)
+    state = covariance.init_statistics(HEADS, HEAD_DIM, skip_tokens=skip)
+    state = dataclasses.replace(state, surrogate_metric=jnp.asarray(metric))
+    for start in (0, 256):
+        count = min(256, TOKENS - start)
+        step = []
+        for part in (*rows, output):
+            padded = np.full((2, 256, *part.shape[1:]), np.nan, np.float32)  # padding may hold anything
+            padded[:, :count] = part[start : start + count]
+            step.append(padded)
+        state = jax.jit(covariance.update_pages)(state, *step, start, count)
+    statistics = covariance.finalize_statistics(state)
+    assert statistics.tokens == 2 * (TOKENS - skip)
+    compare(statistics, oracle(rows, metric, skip))
+
+
+def test_sums_of_blocks_stay_within_the_stated_bound():
+    """Entry by entry: 256 · 2⁻²⁴ of Σ |x·y|, on rows that cancel, where a plain float32 sum is far off."""
+    generator = np.random.default_rng(2)
+    rows = (generator.standard_normal((100_000, 1, 16)) * 1e3).astype(np.float32)
+    rows[50_000:] = -rows[:50_000]
+    other = np.abs(rows[:, ::-1])
+    total = covariance.Total(jnp.zeros((1, 16, 16)), jnp.zeros((1, 16, 16)))
+    found = covariance._value(jax.jit(covariance._add_moment)(total, rows, other))[0]
+    left, right = rows[:, 0].astype(np.float64), other[:, 0].astype(np.float64)
+    bound = 256 * 2.0**-24 * (np.abs(left).T @ np.abs(right))
+    assert (np.abs(found - left.T @ right) <= bound).all()
+    # Blocks of 256 cancel pairwise but for their float32 rounding: the sum of blocks itself is exact.
+    assert np.abs(found - left.T @ right).max() < 1e-6 * (np.abs(left).T @ np.abs(right)).max()
+
+
 def test_two_pass_surrogate_is_the_published_one(rows, metric):
     """With the metric taken from all queries the result is the surrogate of the same rows."""
     query = rows[0].astype(np.float64)

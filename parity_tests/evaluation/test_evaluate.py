@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oscar_jax.cache import live_bytes
+from oscar_jax.cache import allocate_layer_cache, append_rows, live_bytes
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
 from oscar_jax.evaluation import fidelity, needles, stepper
 from oscar_jax.evaluation import job as evaluation_job
 from oscar_jax.evaluation import methods as evaluation_methods
 from oscar_jax.evaluation import report as evaluation_report
+from oscar_jax.evaluation.blockwise import StoredRows, attend_rows, finish
 from oscar_jax.evaluation.streams import TextError, TokenStream
-from oscar_jax.layer_cache import DenseCache
+from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache
 from oscar_jax.models.weights import load_model
 from oscar_jax.quantize import round_to_bfloat16
 from oscar_jax.rotations import bases
@@ -93,12 +94,12 @@ def test_distributions_are_compared_as_in_float64() -> None:
     logits = [generator.standard_normal((5, 40)) * 3 for _ in range(2)]
     log_p, log_q = (z - np.log(np.exp(z).sum(axis=1, keepdims=True)) for z in logits)
     targets = np.asarray([0, 39, 7, 7, 1], np.int32)
-    nll, kl, same = stepper.compare_distributions(
-        jnp.asarray(log_p, jnp.float32), jnp.asarray(log_q, jnp.float32), jnp.asarray(targets)
-    )
-    np.testing.assert_allclose(nll, -log_q[np.arange(5), targets], rtol=1e-5)
-    np.testing.assert_allclose(kl, (np.exp(log_p) * (log_p - log_q)).sum(axis=1), rtol=1e-5)
-    assert same.tolist() == (log_p.argmax(1) == log_q.argmax(1)).tolist()
+    both = jnp.asarray(np.stack([log_p, log_q]), jnp.float32)
+    nll, kl, same = stepper.compare_distributions(both, jnp.asarray(targets))
+    np.testing.assert_allclose(nll[1], -log_q[np.arange(5), targets], rtol=1e-5)
+    np.testing.assert_allclose(kl[1], (np.exp(log_p) * (log_p - log_q)).sum(axis=1), rtol=1e-5)
+    assert same[1].tolist() == (log_p.argmax(1) == log_q.argmax(1)).tolist()
+    assert not kl[0].any() and same[0].all()
 
 
 def test_positions_lie_past_sink_recent_window_and_one_page(tiny: tuple) -> None:
@@ -136,40 +137,60 @@ def test_every_method_is_worse_than_bf16_and_finite(result: tuple) -> None:
     assert int2 < naive
 
 
-def test_simulated_caches_read_exact_windows_and_restored_history(tiny: tuple) -> None:
-    """A chunk after 500 tokens: dense attention over rows mixed by hand."""
-    config = tiny[1]
-    recipe = fidelity.make_recipe(np.eye(32)[None], np.eye(32)[None])
-    method = stepper.Method("naive", "simulated", {0: recipe}, 2.25)
-    cache = stepper.allocate_caches(method, config, 600)[0]
-    keys = jax.random.split(jax.random.key(0), 6)
+@pytest.mark.parametrize("window", [None, 300])
+def test_each_query_reads_int2_where_decoding_would(tiny: tuple, window: int | None) -> None:
+    """Attention over exact and restored rows at once, query by query against one softmax over mixed rows."""
+    geometry = tiny[1].cache_config()
+    keys = jax.random.split(jax.random.key(0), 5)
+    query = jax.random.normal(keys[0], (1, 256, 4, 32))
+    exact = [jax.random.normal(k, (1, 2, 1024, 32)).astype(jnp.bfloat16) for k in keys[1:3]]
+    restored = [jax.random.normal(k, (1, 2, 1024, 32)) for k in keys[3:5]]
+    rows = StoredRows(*exact, *restored)
+    positions = jnp.arange(512, 768)
+    out = finish([
+        attend_rows(query, rows, positions, 768, config=geometry, softmax_scale=0.2, sliding_window=window)
+    ])  # fmt: skip
+    index = np.arange(1024)
+    for t in (0, 62, 63, 64, 200, 255):
+        position = 512 + t
+        coded = (index >= 64) & (index < 64 + 64 * geometry.history_pages(position + 1))
+        seen = (index <= position) & (index > position - (window or 4096))
+        key, value = (np.where(coded[:, None], r[0], e[0]) for r, e in zip(restored, exact))
+        for n in range(4):
+            scores = np.where(seen, key[n // 2] @ np.asarray(query[0, t, n]) * 0.2, -np.inf)
+            expected = jax.nn.softmax(scores) @ value[n // 2].astype(np.float32)
+            np.testing.assert_allclose(out[0, t, n], expected, atol=2e-5)
+
+
+def test_figures_do_not_depend_on_the_chunk_and_are_those_of_decoding(tiny: tuple) -> None:
+    """A text read in one forward pass, in chunks, and token by token through the real 2-bit cache."""
+    model, config, _, steps = tiny
+    tokens = np.random.default_rng(5).integers(0, 256, CONTEXT).astype(np.int32)
+    methods = evaluation_methods.resolve_methods(["int2"], config, LAYERS, rotation_set(config), None)
+    kl = []
+    for chunk in (64, CONTEXT):
+        found = evaluation_job.evaluate_stream(
+            steps, methods, stream_of(tokens), tokens, LAYERS, chunk=chunk, every=1
+        )
+        kl.append(found.kl["int2"])
+    assert kl[0].mean() > 0.01
+    np.testing.assert_allclose(kl[0], kl[1], atol=1e-4 * kl[0].max())
+
+    rotations = methods[1].rotations
 
     @jax.jit
-    def attend(rows: list[jax.Array], cache: Any, count: jax.Array) -> tuple[jax.Array, Any]:
-        query, key, value = rows
-        return stepper.AnyAttention(config, {0: recipe}, count)(0, query, key, value, cache)
+    def decode(token: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        attention = CachedAttention(config, rotations, jnp.ones(1, jnp.int32))
+        logits, caches = model(token, caches, positions=caches[0].lengths[:, None], attention=attention)
+        return jax.nn.log_softmax(logits[0, 0]), caches
 
-    old = [round_to_bfloat16(jax.random.normal(k, (1, 500, n, 32))) for k, n in zip(keys, (4, 2, 2))]
-    new = [round_to_bfloat16(jax.random.normal(k, (1, 64, n, 32))) for k, n in zip(keys[3:], (4, 2, 2))]
-    _, cache = attend(old, cache, jnp.asarray([500], jnp.int32))
-    out, _ = attend(new, cache, jnp.asarray([64], jnp.int32))
-
-    end = 64 + 64 * config.cache_config().history_pages(500)
-    restored = cache.restored.key[0, :500], cache.restored.value[0, :500]
-    for rows, expected in zip(restored, fidelity.reconstruct_rows(old[1][0], old[2][0], recipe)):
-        # Compiled apart, a value on the edge between two codes may fall to either side.
-        assert np.mean(np.abs(np.asarray(rows - expected)) > 1e-4) < 1e-3
-    mixed = [
-        exact[0].astype(jnp.float32).at[64:end].set(rows[64:end]) for exact, rows in zip(old[1:], restored)
-    ]
-    key, value = (
-        jnp.concatenate([rows, fresh[0].astype(jnp.float32)]) for rows, fresh in zip(mixed, new[1:])
-    )
-    for t in (0, 63):
-        for n in range(4):
-            scores = key[: 501 + t, n // 2] @ new[0][0, t, n].astype(jnp.float32) * config.attention_scale
-            expected = jax.nn.softmax(scores) @ value[: 501 + t, n // 2]
-            np.testing.assert_allclose(out[0, t, n], expected, atol=2e-5)
+    caches, log_q = allocate_model_cache(config, 1, CONTEXT, kind="int2"), []
+    for token in tokens[:-1]:
+        row, caches = decode(jnp.asarray([[token]]), caches)
+        log_q.append(row)
+    expected = -np.asarray(log_q)[found.positions, tokens[found.positions + 1]]
+    # The cache multiplies codes in the rotated basis, here rows are rotated back first: float32 rounding.
+    np.testing.assert_allclose(found.nll["int2"], expected, rtol=5e-4)
 
 
 def test_published_recipe_is_orthogonal_clipped_and_grouped() -> None:
@@ -200,8 +221,13 @@ def test_bytes_are_those_of_the_real_cache_or_counted_likewise(tiny: tuple, resu
     assert by_name["bf16"]["all_layers"] == by_name["bf16"]["all_layers_bf16"] == 2 * 4 * 2 * 32 * CONTEXT
     assert by_name["int2"]["quantized_layers"] == 2 * (2 * pages * int2_page + window)
     assert by_name["naive"]["quantized_layers"] == 2 * (round(64 * pages * 2 * 2 * 32 * 3 / 8) + window)
-    caches = stepper.allocate_caches(methods[0], config, 64)
-    assert all(isinstance(cache, DenseCache) for cache in caches) and live_bytes(caches[0])["total"] == 0
+    assert by_name["bf16"]["quantized_layers"] == by_name["bf16"]["all_layers"]
+    # Whole pages, as the cache itself counts: one more token takes a page of 64 in the window.
+    cache = allocate_layer_cache(config.cache_config(), 1, 700)
+    rows = jnp.zeros((1, CONTEXT + 1, 2, 32), jnp.bfloat16)
+    cache = append_rows(cache, hadamard_rotation(2, 32), rows, rows, jnp.asarray([CONTEXT + 1]))
+    size = stepper.method_bytes(methods[1], CONTEXT + 1, config, LAYERS)["quantized_layers"]
+    assert size == 2 * live_bytes(cache)["total"]
 
 
 def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_path: Path) -> None:
@@ -284,29 +310,47 @@ def test_needles_are_planted_at_even_depths() -> None:
         needles.make_needle_context(filler, encode, 100, 4, random.Random(0), bos=None)
 
 
-def test_answers_are_greedy_continuations_through_the_cache(tiny: tuple) -> None:
-    """What `retrieve` scores are the uncached model's tokens, and no question disturbs another."""
-    model, _, tokenizer, steps = tiny
+def test_answers_are_greedy_continuations_and_no_question_disturbs_another(tiny: tuple) -> None:
+    """What `retrieve` scores for BF16 are the uncached model's tokens; for INT2 those of its real cache."""
+    model, config, tokenizer, steps = tiny
 
     def encode(sentence: str) -> list[int]:
         return tokenizer.encode(sentence, add_special_tokens=False)
 
-    filler = np.random.default_rng(8).integers(97, 123, 400).astype(np.int32)
-    planted = needles.make_needle_context(filler, encode, 400, 2, random.Random(1), bos=256)
+    filler = np.random.default_rng(8).integers(97, 123, 420).astype(np.int32)
+    planted = needles.make_needle_context(filler, encode, 420, 2, random.Random(1), bos=256)
     answers: list[list[int]] = []
 
     def decode(tokens: Any) -> str:
         answers.append(list(tokens))
         return planted.numbers[0] + "!"
 
-    method = stepper.Method("bf16", "bf16", {}, 16.0)
-    found = needles.retrieve(steps, method, planted, encode, decode, chunk=64)
-    assert found == [True, planted.numbers[0] == planted.numbers[1]]
+    methods = evaluation_methods.resolve_methods(["int2"], config, LAYERS, rotation_set(config), None)
+    ask = needles.make_asker(steps)
+    found = needles.retrieve(steps, ask, methods, planted, encode, decode, chunk=64)
+    assert found == [[True, planted.numbers[0] == planted.numbers[1]]] * 2
     greedy = jax.jit(lambda tokens, last: jnp.argmax(model(tokens)[0][0, last]))
-    for name, answer in zip(planted.names, answers):
+    rotations = methods[1].rotations
+
+    @jax.jit
+    def step(token: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        attention = CachedAttention(config, rotations, jnp.ones(1, jnp.int32))
+        logits, caches = model(token, caches, positions=caches[0].lengths[:, None], attention=attention)
+        return jnp.argmax(logits[0, 0]), caches
+
+    for name, exact, coded in zip(planted.names, answers[:2], answers[2:]):
         tokens = [*planted.tokens, *encode(needles.needle_question(name))]
         start = len(tokens)
-        tokens += answer
+        tokens += exact
         padded = np.zeros((1, 512), np.int32)
         padded[0, : len(tokens)] = tokens
-        assert [int(greedy(padded, start - 1 + i)) for i in range(len(answer))] == answer
+        assert [int(greedy(padded, start - 1 + i)) for i in range(len(exact))] == exact
+        caches: Any = allocate_model_cache(config, 1, 512, kind="int2")
+        following = 0
+        for token in tokens[:start]:
+            following, caches = step(jnp.asarray([[token]]), caches)
+        decoded = []
+        for _ in coded:
+            decoded.append(int(following))
+            following, caches = step(jnp.asarray([[following]]), caches)
+        assert decoded == coded
