@@ -8,6 +8,8 @@ next to the time that its bytes alone would take at the device's copy bandwidth,
 Times are medians of device time (the profiler's sum over the kernels of one call) on cold L2: a call walks
 over several distinct batches whenever one batch would fit into the cache. The directory OUT receives
 bench_attention.json, .md and .png.
+Before anything is timed, the kernels of a shape are compared with the reference on a small ragged cache: no
+time is reported for a wrong one (`check_kernels`).
 """
 
 import argparse
@@ -31,9 +33,14 @@ from oscar_jax import ops
 from oscar_jax.cache import append_rows
 from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CacheConfig
+from oscar_jax.core.errors import OscarError
 from oscar_jax.layer_cache import LayerCache
 from oscar_jax.rotations.rotation import LayerRotation, hadamard_rotation
 
+# Largest relative error of a row of attention against the float32 reference: a bf16 result is rounded by up
+# to 2**-9 of an element, 1.2e-3 of a row; cuDNN's BF16 attention rounds its probabilities to bf16, too.
+TOLERANCE = 3e-3
+BASELINE_TOLERANCE = 1e-2
 COLD_BYTES = 300 << 20  # several times any L2
 PER_SEQUENCE = ("page_table", "window_table", "lengths", "history_pages")  # fields of a cache
 INT2_KERNELS = {
@@ -79,6 +86,87 @@ def _random_cache(seed: int, config: CacheConfig, batch: int, length: int) -> La
         history_pages=jnp.full(batch, config.history_pages(length), jnp.int32),
         config=config,
     )
+
+
+class WrongKernelError(OscarError):
+    """A kernel differs from the reference, so its time means nothing."""
+
+
+def check_kernels(config: CacheConfig, options: argparse.Namespace) -> None:
+    """Raises WrongKernelError unless the kernels to be timed agree with the reference on small inputs.
+
+    Decode attention within TOLERANCE on three sequences of different length, the BF16 baseline within its
+    own; pages and appended tokens byte for byte, two flushes included.
+    """
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    lengths = [1022, 703, 64]  # the first two flush a page at 1024 and 704
+    cache = dataclasses.replace(
+        random_cache(config, len(lengths), 1100),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        history_pages=jnp.asarray([config.history_pages(n) for n in lengths], jnp.int32),
+    )
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    keys = iter(jax.random.split(jax.random.key(7), 4))
+    query = jax.random.normal(next(keys), (len(lengths), config.num_query_heads, head_dim), jnp.bfloat16)
+    scale = head_dim**-0.5
+
+    def attended(query: jax.Array, name: str) -> jax.Array:
+        function = functools.partial(ops.decode_attention, softmax_scale=scale, implementation=name)
+        return jax.jit(function)(query, cache, rotation)
+
+    got = attended(query, options.implementation)
+    want = attended(query.astype(jnp.float32), "xla")
+    _require_close("decode attention", got, want, TOLERANCE)
+
+    page = (3, fmt.PAGE_TOKENS, heads, head_dim)
+    key, value = (jax.random.normal(next(keys), page, jnp.bfloat16) for _ in "kv")
+    quantized, reference = (
+        jax.jit(functools.partial(ops.quantize_pages, implementation=name))(key, value, rotation)
+        for name in (options.implementation, "xla")
+    )
+    for name in reference:
+        _require_equal(f"page quantizer, {name}", quantized[name], reference[name])
+
+    row = key[:, :1]
+    new = jnp.ones(len(lengths), jnp.int32)
+    stored = {name: cache for name in (options.implementation, "xla")}
+    for _ in range(3):
+        stored = {
+            name: _append(cache, rotation, row, new, implementation=name) for name, cache in stored.items()
+        }
+    for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "lengths", "history_pages"):
+        arrays = [getattr(stored[choice], name) for choice in (options.implementation, "xla")]
+        _require_equal(f"append, {name}", *arrays)
+
+    attend: Any = jax.nn.dot_product_attention
+    dense = [query[:1, None], *(rows.reshape(1, -1, heads, head_dim) for rows in (key, value))]
+    _require_close(
+        "BF16 baseline",
+        attend(*dense, scale=scale, implementation=options.baseline),
+        attend(*(x.astype(jnp.float32) for x in dense), scale=scale, implementation="xla"),
+        BASELINE_TOLERANCE,
+    )
+
+
+_append = jax.jit(
+    lambda cache, rotation, row, new, implementation: append_rows(
+        cache, rotation, row, row, new, implementation=implementation
+    ),
+    static_argnames="implementation",
+)
+
+
+def _require_close(what: str, got: jax.Array, want: jax.Array, tolerance: float) -> None:
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    error = float((np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)).max())
+    if not error <= tolerance:  # NaN is wrong, too
+        raise WrongKernelError(f"{what}: relative error {error:.1e}, allowed: {tolerance:.0e}")
+
+
+def _require_equal(what: str, got: jax.Array, want: jax.Array) -> None:
+    differences = int((np.asarray(got).view(np.uint8) != np.asarray(want).view(np.uint8)).sum())
+    if differences:
+        raise WrongKernelError(f"{what}: {differences} bytes differ from the reference, allowed: 0")
 
 
 def device_time(function: Callable, *args: Any, iterations: int = 7) -> float:
@@ -329,11 +417,21 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(rows[-1]), flush=True)
         output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
-    cases = itertools.product(options.shapes, options.batches, options.lengths) if options.full else QUICK
+    every = itertools.product(options.shapes, options.batches, options.lengths)
+    cases = list(every if options.full else QUICK)
+    right = []
+    for name in dict.fromkeys(name for name, *_ in cases):
+        try:
+            check_kernels(CacheConfig(*SHAPES[name]), options)
+            right.append(name)
+        except (WrongKernelError, NotImplementedError) as reason:
+            head.setdefault("not_timed", {})[name] = f"{type(reason).__name__}: {reason}"[:300]
+            print("not timed:", name, head["not_timed"][name])
+    cases = [case for case in cases if case[0] in right]
     for name, batch, length in cases:
         case = f"decode {name} B={batch} S={length}"
         record(case, lambda n=name, b=batch, s=length: bench_decode(n, b, s, bandwidth, options))
-    for name in options.shapes if options.full else ["qwen3-8b"]:
+    for name in (name for name in (options.shapes if options.full else ["qwen3-8b"]) if name in right):
         record(f"write {name}", lambda n=name: bench_write(n, options.write_pages, bandwidth, options))
         for batch in options.batches if options.full else [8]:
             record(f"append {name} B={batch}", lambda n=name, b=batch: bench_append(n, b, options))
@@ -341,6 +439,8 @@ def run(options: argparse.Namespace) -> None:
     output.with_suffix(".md").write_text(document(head, rows))
     plot(rows, output.with_suffix(".png"))
     print(table(rows))
+    if "not_timed" in head:
+        sys.exit(1)
 
 
 def main() -> None:

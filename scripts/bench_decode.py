@@ -6,6 +6,7 @@
 Both runs use the same decoder, the same number of layers and full caches of random content. Beside tokens per
 second stands the speed-up that the bytes alone would allow: weights plus cache read per step, BF16 over INT2.
 Layers are cut until the BF16 caches fit into `--memory`; the report names how many were run.
+Before anything is timed, the kernels are compared with the reference (`bench_attention.check_kernels`).
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench_attention import about, random_cache, sequence_bytes
+from bench_attention import about, check_kernels, random_cache, sequence_bytes
 from flax import nnx
 
 from oscar_jax import ops
@@ -219,6 +220,7 @@ def run(options: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     head = {**about(options), "model": make_config(1).model_id, "length": options.length}
     head |= {"time": "wall, median of samples"}
+    check_kernels(make_config(1).cache_config(), options)
     begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
     weights: Any = None

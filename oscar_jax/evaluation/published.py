@@ -1,4 +1,7 @@
-"""The published OSCAR recipe in floating point: the baseline that `evaluate` stands beside.
+"""The published OSCAR recipe in floating point, row by row: rotation, clip, asymmetric codes, and back.
+
+`evaluate` takes its rotation and clip ratios from here; its method `published` codes rows in groups of 128
+channels (`fidelity.AsymmetricRecipe`), which is the same up to D = 128 and one scale more at D = 256.
 
 Layer-shared orthogonal rotation R = U·H·P, clip at a quantile of |row|, asymmetric 2-bit codes with a float32
 scale and zero point per row (paper 2605.17757 and its public code). Rows are quantized and at once

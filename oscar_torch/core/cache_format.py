@@ -14,7 +14,9 @@ PAGE_TOKENS = 64
 CODE_BITS = 2
 CODES_PER_WORD = 16  # of one int32 word; code i sits at bits 2i and 2i + 1
 HEAD_DIM_MULTIPLE = 16
-MAX_HEAD_DIM = 512  # above it a partial sum of 8-bit limb products could pass 2**24
+# The sum over D of |Y| >> ABS_SHIFT is at most 2**17 * D**1.5 and must fit int32 (D <= 645). Sums of limb
+# products stay below 2**24, where float32 is exact, up to D = 1023.
+MAX_HEAD_DIM = 512
 
 # Fixed-point widths of the row quantizer. A row is scaled so that its largest entry has ROW_BITS bits.
 ROW_BITS = 13  # X = floor(z * 2**(ROW_BITS - e) + 0.5), |X| <= 2**14
@@ -36,7 +38,7 @@ MAX_EXPONENT = 64  # finite inputs are clamped to +-2**64
 SINK_TOKENS = 64
 RECENT_TOKENS = 256
 
-# name -> (dtype, shape in terms of P pages, K heads, D head_dim and the constants above)
+# name -> dtype; the shapes are those of `int2_array_shapes`, `window_array_shapes`, `rotation_field_shapes`
 INT2_ARRAYS = {
     "key_codes": "int32",
     "value_codes": "int32",

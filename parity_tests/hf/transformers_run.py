@@ -1,6 +1,6 @@
 """A real model in transformers on 2-bit pages: batched ≡ single, shared ≡ unshared, memory; prints JSON.
 
-    python -m parity_tests.hf.transformers_run model.gguf [--record results/transformers_run.json]
+    python -m parity_tests.hf.transformers_run model.gguf [--record run.json]
 
 The whole road is walked: statistics gathered in transformers, a rotation set fitted by `oscar_jax`, loaded
 from its file, and used by `generate`. The text is the language reference that comes with Python. This takes
@@ -29,6 +29,7 @@ import oscar_jax.rotations.fit
 import oscar_jax.rotations.rotation
 import oscar_jax.rotations.statistics
 import oscar_jax.rotations.store
+from oscar_jax.core import cache_format as fmt
 from oscar_torch.calibration import covariance
 from oscar_torch.hf import cache as hf_cache
 from oscar_torch.hf import calibrate, model_check
@@ -57,7 +58,7 @@ def fit_rotations(model: Any, sequences: list[torch.Tensor], directory: pathlib.
     )
     layers = {
         layer: oscar_jax.rotations.fit.fit_layer_rotation(
-            entry, "channel_balanced", per_head=True, damping=0.01
+            entry, "channel_balanced", per_head=True, damping=0.1, key_multiplier=fmt.KEY_MULTIPLIER_DEFAULT
         )
         for layer, entry in oscar_jax.rotations.statistics.load_statistics(
             directory / "statistics.safetensors"
