@@ -1,14 +1,13 @@
 """The Mosaic GPU kernels: their bodies executed on the CPU against the reference, every launch lowered for
-CUDA without a GPU, and, on a Hopper GPU, the compiled kernels themselves.
+CUDA without a GPU, and, on a Hopper GPU, the compiled kernels themselves. The cases that all attention
+kernels face are in `test_attention_kernels.py`.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import re
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from oscar_jax.pallas.quantize import page  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
 from parity_tests.conformance import rows as row_families  # noqa: E402
 from parity_tests.kernels import mosaic_emulator as emulator  # noqa: E402
+from parity_tests.kernels.mosaic_launches import emulated  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
 HEAD_DIMS = geometry.HEAD_DIMS
@@ -114,67 +114,6 @@ def assert_close(got: Any, want: Any) -> None:
     for b in range(len(want)):
         error = np.abs(got[b] - want[b]).max() / max(np.abs(want[b]).max(), 1e-6)
         assert error <= TOLERANCE, f"sequence {b}: error {error:.1e}"
-
-
-@contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """Runs the kernel bodies in the emulator instead of launching them."""
-
-    def run(body: Any, shape: Any, grid: Any, warps: int, inputs: dict, outputs: dict) -> tuple:
-        arrays = {name: np.array(x) for name, x in inputs.items()}
-        for name, (counts, bfloat16) in outputs.items():  # bfloat16 as the bits that a kernel stores
-            arrays[name] = np.full(counts, *((0x7FC1, np.uint16) if bfloat16 else (np.nan, np.float32)))
-        for block in np.ndindex(*grid):
-            machine = emulator.Machine(shape.shared_bytes, warps)
-            body(machine, shape, tuple(map(emulator.Int, block)), arrays)
-        return tuple(
-            jnp.asarray(arrays[name].view(jnp.bfloat16.dtype) if bfloat16 else arrays[name])
-            for name, (_, bfloat16) in outputs.items()
-        )
-
-    def decode(shape: Any) -> Any:
-        names = decode_mosaic_gpu._inputs(shape)
-        counts = (shape.batch, shape.heads, shape.group, shape.partials)
-        outputs = {"out": ((*counts, shape.head_dim), False), "lse": (counts, False)}
-        grid = (shape.splits, shape.heads * shape.tiles, shape.batch)
-        body = decode_mosaic_gpu.decode_body
-        return lambda *operands: run(body, shape, grid, shape.warps, dict(zip(names, operands)), outputs)
-
-    def rows(body: Any, names: tuple, output: str) -> Any:
-        def kernel(shape: Any) -> Any:
-            counts = (shape.batch, shape.heads, shape.group, shape.head_dim)
-            grid, warps = shape.grid.values(), merge_mosaic_gpu.WARPS
-            outputs = {output: (counts, shape.out_bfloat16)}
-            return lambda *operands: run(body, shape, grid, warps, dict(zip(names, operands)), outputs)
-
-        return kernel
-
-    def quantize(shape: Any) -> Any:
-        inputs, outputs = quantize_mosaic_gpu._argument_names(shape.kinds)
-
-        def launch(*operands: Any) -> tuple:
-            arrays = dict(zip(inputs, map(np.array, operands)))
-            shapes = cache_format.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
-            for name in outputs:
-                kind = np.int32 if name.endswith("codes") else np.uint16
-                arrays[name] = np.full(shapes[name], 0x7FC1, kind)
-            for block in range(shape.blocks):
-                machine = emulator.Machine(shape.shared_bytes, 4 * shape.warpgroups)
-                quantize_mosaic_gpu.quantize_body(machine, shape, (emulator.Int(block),), arrays)
-            return tuple(
-                arrays[n] if n.endswith("codes") else arrays[n].view(jnp.bfloat16.dtype) for n in outputs
-            )
-
-        return launch
-
-    rotate = rows(merge_mosaic_gpu.rotate_body, ("query", "query_transform"), "query_rotated")
-    merge = rows(merge_mosaic_gpu.merge_body, merge_mosaic_gpu._MERGE_INPUTS, "result")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_mosaic_gpu, "_decode_kernel", decode)
-        patch.setattr(merge_mosaic_gpu, "_rotate_kernel", rotate)
-        patch.setattr(merge_mosaic_gpu, "_merge_kernel", merge)
-        patch.setattr(quantize_mosaic_gpu, "_quantize_kernel", quantize)
-        yield
 
 
 # --- index arithmetic and unpack rules --------------------------------------------------------------
@@ -347,9 +286,9 @@ def decode_case(heads: int, group: int, head_dim: int, dtype: Any = jnp.bfloat16
     return query, cache, random_rotation(heads, head_dim, rng), options
 
 
-@pytest.mark.parametrize("name", DECODE_CASES)
-def test_decode_body_equals_reference(name: str) -> None:
-    *geometry, settings = DECODE_CASES[name]
+def test_decode_body_of_cut_sequences() -> None:
+    """Their history reaches past their end."""
+    *geometry, settings = DECODE_CASES["cut"]
     query, cache, rotation, options = decode_case(*geometry, **settings)
     with emulated():
         got = decode_mosaic_gpu.decode_attention(query, cache, rotation, splits=2, **options)
@@ -472,23 +411,6 @@ def test_rotate_body_equals_the_product(group: int, dtype: Any) -> None:
     with emulated():
         got = merge_mosaic_gpu.rotate_few_queries(query, rotation)
     np.testing.assert_allclose(got, decode_mosaic_gpu.rotate_queries(query, rotation), atol=2e-5)
-
-
-def test_prefill_body_equals_reference() -> None:
-    rng = np.random.default_rng(2)
-    heads, group, head_dim, tokens = 1, 3, 64, 5
-    cache = random_cache(heads, group, head_dim, [705, 65], rng)
-    rotation = random_rotation(heads, head_dim, rng)
-    query = jnp.asarray(rng.normal(0, 1, (2, tokens, heads * group, head_dim)), jnp.bfloat16)
-    key, value = jnp.asarray(rng.normal(0, 1, (2, 2, tokens, heads, head_dim)), jnp.bfloat16)
-    lengths = jnp.asarray([tokens, 2], jnp.int32)
-    key = key.at[1, 2:].set(jnp.nan)
-    options = {"new_lengths": lengths, "softmax_scale": head_dim**-0.5}
-    want = attention.chunk_attention(query, key, value, cache, rotation, **options)
-    with emulated():
-        got = mosaic_gpu.chunk_attention(query, key, value, cache, rotation, **options)
-    assert_close(got[:, :2], want[:, :2])
-    assert_close(got[:1], want[:1])
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "pages"), [(64, 2, 3), (128, 1, 1), (256, 1, 1)])
