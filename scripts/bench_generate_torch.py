@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import json
 import pathlib
 import signal
@@ -32,7 +33,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, StaticCache, StoppingCriteriaList
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Qwen3Config,
+    StaticCache,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 from oscar_torch.core import cache_format as fmt
@@ -264,6 +272,20 @@ def filled_int2(bench: Bench, batch: int, length: int, capacity: int) -> OscarCa
     return cache
 
 
+def flash_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """The newest token over all rows, no mask: the vendor's kernels, with grouped heads as they are."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=options["scaling"], enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+# transformers' "sdpa" makes a mask while a CUDA graph is captured, and repeats the key heads under a mask.
+AttentionInterface.register("bench_rows", flash_attention)
+
+
 def filled_bf16(bench: Bench, kind: str, batch: int, length: int, capacity: int) -> Cache:
     """A BF16 cache of `length` random tokens: "dynamic", "static" or "in place"."""
     config = bench.model.config
@@ -347,17 +369,28 @@ def floor(bench: Bench, kind: str, batch: int, length: int) -> float:
     return 1e3 * (weight_bytes(bench.model) + cache_bytes(bench, kind, batch, length)) / bench.bandwidth
 
 
-class Clock:
-    """When steps begin and when the host has nothing left to do in them, seen from inside `generate`."""
+PROFILED = 3  # steps
 
-    def __init__(self, model: Any) -> None:
+
+class Clock:
+    """When steps begin and when the host has nothing left to do in them, seen from inside `generate`.
+
+    After the warm and the timed ones, `PROFILED` steps are profiled, if `profiler` is given.
+    """
+
+    def __init__(self, model: Any, steps: int, profiler: Any = None) -> None:
         self.model, self.begins, self.ends = model, [], []
+        self.last, self.profiler = WARM + steps, profiler
 
     def __enter__(self) -> "Clock":
         prepare = self.model.prepare_inputs_for_generation
 
         @functools.wraps(prepare)  # `generate` looks at its arguments
         def noted(*args: Any, **options: Any) -> Any:
+            if self.profiler is not None and len(self.begins) == self.last:
+                self.profiler.start()
+            if self.profiler is not None and len(self.begins) == self.last + PROFILED:
+                self.profiler.stop()
             self.begins.append(time.perf_counter())
             return prepare(*args, **options)
 
@@ -373,8 +406,9 @@ class Clock:
 
     def medians(self) -> tuple[float, float]:
         """Milliseconds of a step and of the host's part in it."""
-        steps = [b - a for a, b in zip(self.begins[WARM:-1], self.begins[WARM + 1 :], strict=True)]
-        host = [b - a for a, b in zip(self.begins[WARM:], self.ends[WARM:], strict=True)]
+        begins, ends = self.begins[WARM : self.last], self.ends[WARM : self.last]
+        steps = [b - a for a, b in itertools.pairwise(begins)]
+        host = [b - a for a, b in zip(begins, ends, strict=True)]
         return 1e3 * statistics.median(steps), 1e3 * statistics.median(host)
 
 
@@ -391,12 +425,23 @@ def time_generate(
     if compiled and bench.device.type != "cuda":
         options["compile_config"] = transformers.CompileConfig(backend="eager", mode=None)
         options["compile_config"]._compile_all_devices = True
-    with Clock(model) as clock:
+    profiler = None
+    if bench.device.type == "cuda" and isinstance(cache, OscarCache):
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        profiler = torch.profiler.profile(activities=activities)
+    new = WARM + steps + PROFILED + 1
+    with Clock(model, steps, profiler) as clock:
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=WARM + steps + 1,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new,
             stopping_criteria=StoppingCriteriaList([clock]), **with_cache(model, cache), **options,
         )  # fmt: skip
     synchronize(bench)
+    if profiler is not None:
+        table = profiler.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70
+        )
+        file = bench.out / f"profile-{name}-{batch}-{length}.txt".replace(", ", "-").replace(" ", "-")
+        file.write_text(f"{PROFILED} steps\n{table}\n")
     step, host = clock.medians()
     kind = "int2" if isinstance(cache, OscarCache) else "bf16"
     bench.add(
@@ -542,32 +587,53 @@ def fewer_layers(config: Qwen3Config, layers: int) -> Qwen3Config:
 
 def decode(bench: Bench, cases: list[tuple[int, int]], steps: int, seconds: float) -> None:
     """All kinds of caches at every batch and length."""
-    room = WARM + steps + 3
+    room = WARM + steps + PROFILED + 3
     longest = max(length for _, length in cases)
 
     def ours(batch: int, length: int) -> OscarCache:
         # One capacity for all lengths: its graph is compiled once per batch.
         return filled_int2(bench, batch, length, longest + room)
 
-    for batch, length in cases:
-        if figures := VLLM.get((batch, length)):
-            bench.add(Row("decode", "vLLM 0.21 bf16, 2026-11-30", batch, length, figures[0]))
-        bench.run(seconds, f"int2 graph {batch} {length}", lambda b=batch, n=length: time_graph(
-            bench, "int2, eager step as a graph", "oscar", ours(b, n), b, n))  # fmt: skip
-        bench.run(seconds, f"int2 compiled {batch} {length}", lambda b=batch, n=length: time_generate(
-            bench, "int2, compiled", "oscar", ours(b, n), b, n, steps, True))  # fmt: skip
-        bench.run(seconds, f"int2 eager {batch} {length}", lambda b=batch, n=length: time_generate(
-            bench, "int2, eager", "oscar", ours(b, n), b, n, steps, False))  # fmt: skip
-        bench.run(seconds, f"bf16 graph {batch} {length}", lambda b=batch, n=length: time_graph(
-            bench, "bf16 in place, eager step as a graph", "sdpa",
-            filled_bf16(bench, "in place", b, n, n + 8), b, n))  # fmt: skip
-        bench.run(seconds, f"bf16 eager {batch} {length}", lambda b=batch, n=length: time_generate(
-            bench, "bf16 DynamicCache, eager", "sdpa", filled_bf16(bench, "dynamic", b, n, 0), b, n, steps,
-            False))  # fmt: skip
-    for batch, length in cases:
-        bench.run(seconds, f"bf16 compiled {batch} {length}", lambda b=batch, n=length: time_generate(
-            bench, "bf16 StaticCache, compiled", "sdpa", filled_bf16(bench, "static", b, n, n + room), b, n,
-            steps, True))  # fmt: skip
+    def job(run: Callable[..., None], name: str, *arguments: Any) -> Callable[[int, int], None]:
+        return lambda batch, length: bench.run(
+            seconds, f"{name} {batch} {length}", lambda: run(bench, name, *arguments, batch, length)
+        )
+
+    def int2(way: str) -> Callable[[int, int], None]:
+        def run(bench: Bench, name: str, batch: int, length: int) -> None:
+            cache = ours(batch, length)
+            if way == "graph":
+                time_graph(bench, name, "oscar", cache, batch, length)
+            else:
+                time_generate(bench, name, "oscar", cache, batch, length, steps, way == "compiled")
+
+        return job(run, "int2, eager step as a graph" if way == "graph" else f"int2, {way}")
+
+    def bf16(way: str) -> Callable[[int, int], None]:
+        def run(bench: Bench, name: str, batch: int, length: int) -> None:
+            if way == "graph":
+                cache = filled_bf16(bench, "in place", batch, length, length + 8)
+                time_graph(bench, name, "bench_rows", cache, batch, length)
+                return
+            kind = "static" if way == "compiled" else "dynamic"
+            cache = filled_bf16(bench, kind, batch, length, length + room)
+            time_generate(bench, name, "sdpa", cache, batch, length, steps, way == "compiled")
+
+        names = {
+            "graph": "bf16 in place, eager step as a graph",
+            "eager": "bf16 DynamicCache, eager",
+            "compiled": "bf16 StaticCache, compiled",
+        }
+        return job(run, names[way])
+
+    for case in cases:
+        if figures := VLLM.get(case):
+            bench.add(Row("decode", "vLLM 0.21 bf16, 2026-11-30", *case, figures[0]))
+    ours_first = (int2("compiled"), int2("eager"), int2("graph"))
+    for ways in (ours_first, (bf16("graph"), bf16("eager")), (bf16("compiled"),)):
+        for case in cases:
+            for way in ways:
+                way(*case)
 
 
 def prefill(bench: Bench, cases: list[tuple[int, int]], seconds: float) -> None:
@@ -600,7 +666,7 @@ def throughput(bench: Bench, length: int, seconds: float) -> None:
                 step = graph_step(bench, "oscar", cache, batch, length, 10)
             else:
                 cache = filled_bf16(bench, "in place", batch, length, length + 8)
-                step = graph_step(bench, "sdpa", cache, batch, length, 10)
+                step = graph_step(bench, "bench_rows", cache, batch, length, 10)
             rate[kind] = 1e3 * batch / step
             bench.add(
                 Row("throughput", f"{kind}, step as a graph", batch, length, step,
@@ -624,7 +690,7 @@ def main() -> None:
     parser.add_argument("--decode-only", action="store_true", help="no prefill")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--steps", type=int, default=12, help="steps that are timed")
-    parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
     parser.add_argument("--seconds", type=float, default=120, help="seconds for one configuration")
     parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script without a GPU")
     arguments = parser.parse_args()

@@ -285,7 +285,6 @@ class StaticLayer(OscarLayer):
             self.ring = None if self.sliding_window is None else window
             pages = min(self.max_length, -(-window // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
         else:
-            self.rotation = self.rotation.to(device)
             pages = max(1, config.history_pages(self.max_length))
         self.layout = Layout(
             batch=batch,
@@ -298,7 +297,7 @@ class StaticLayer(OscarLayer):
             rotation_heads=0 if self.rotation is None else self.rotation.key_transform.shape[0],
         )
         self.buffer, self.state = new_state(self.layout, self.rotation, self.ring, device)
-        self.store = self.state.store
+        self.store, self.rotation = self.state.store, self.state.rotation  # from here on in the buffer
         self.is_initialized = True
 
     def update(
@@ -358,7 +357,7 @@ class StaticLayer(OscarLayer):
         assert self.store is not None
         out = attend_in_pieces(
             query, key, value, real, counts=counts, lengths=self.ledger.before, store=self.store,
-            rotation=self.state and self.state.rotation, prefill_chunk=self.prefill_chunk,
+            rotation=self.rotation, prefill_chunk=self.prefill_chunk,
             sliding_window=self.sliding_window, implementation=self.implementation, **options,
         )  # fmt: skip
         if self.state is not None and self.state.reached is not None and self.store is not None:
@@ -463,7 +462,7 @@ class StaticLayer(OscarLayer):
         if self.buffer is not None and self.layout is not None:
             twin.buffer = pin(self.buffer.clone())
             twin.state = open_state(twin.buffer, self.layout, self.ring)
-            twin.store = twin.state.store
+            twin.store, twin.rotation = twin.state.store, twin.state.rotation
             if self.leading:
                 twin.ledger.device_lengths = twin.state.store.lengths
         return twin
