@@ -215,11 +215,12 @@ def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     wanted, structure = jax.tree_util.tree_flatten_with_path(state)
-    parameters = [_Parameter.from_path(path, leaf, family) for path, leaf in wanted]
+    parameters = [_Parameter.from_path(path, leaf, family, config) for path, leaf in wanted]
     _check_tensors(parameters, source.shapes, config.tie_embeddings)
     leaves = []
     for parameter in parameters:
-        array = np.asarray(source.load(parameter.name))
+        parts = [np.asarray(source.load(name)) for name in parameter.names]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
             array = array.astype(np.float32) + 1.0
         leaves.append(jnp.asarray(array.T if parameter.transposed else array, dtype=parameter.dtype))
@@ -245,40 +246,58 @@ def _undo_interleaving(rows: np.ndarray, heads: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """One parameter of the decoder and the Hugging Face tensor it comes from."""
+    """One parameter of the decoder and the Hugging Face tensors it comes from, joined along their rows."""
 
-    name: str
-    shape: tuple[int, ...]  # as stored: [out, in] for projections
+    shapes: Mapping[str, tuple[int, ...]]  # by name, as stored: [out, in] for projections
     dtype: Any
     transposed: bool
     is_norm: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors, in the order in which they are joined."""
+        return tuple(self.shapes)
+
     @classmethod
-    def from_path(cls, path: tuple[Any, ...], leaf: Any, family: Family) -> "_Parameter":
-        """From a leaf of the decoder's state: "layers.0.mlp.up_proj.kernel" is stored as "....weight"."""
+    def from_path(cls, path: tuple[Any, ...], leaf: Any, family: Family, config: ModelConfig) -> "_Parameter":
+        """From a leaf of the decoder's state: "layers.0.mlp.down_proj.kernel" is stored as "....weight"."""
         path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         module, _, kind = path_name.rpartition(".")
         suffix = "bias" if kind == "bias" else "weight"
         transposed = kind == "kernel"
         shape = leaf.shape[::-1] if transposed else leaf.shape
-        name = family.tensor_name(f"{module}.{suffix}")
-        return cls(name, shape, leaf.dtype, transposed, module.endswith("norm"))
+        place, _, last = module.rpartition(".")
+        shapes = {
+            family.tensor_name(f"{place}.{part}.{suffix}"): (width, *shape[1:])
+            for part, width in _joined(last, config).items()
+        } or {family.tensor_name(f"{module}.{suffix}"): shape}
+        return cls(shapes, leaf.dtype, transposed, module.endswith("norm"))
+
+
+def _joined(module: str, config: ModelConfig) -> dict[str, int]:
+    """The projections, with their widths, that a module of the decoder does in one product; else none."""
+    if module == "qkv_proj":
+        query, key = (n * config.head_dim for n in (config.num_query_heads, config.num_key_value_heads))
+        return {"q_proj": query, "k_proj": key, "v_proj": key}
+    if module == "gate_up_proj":
+        return {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+    return {}
 
 
 def _check_tensors(
     parameters: Sequence[_Parameter], shapes: Mapping[str, tuple[int, ...]], tied: bool
 ) -> None:
     """Raises CheckpointError with all missing, extra and misshapen tensors in one line."""
-    names = {parameter.name for parameter in parameters}
+    wanted = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
     # Tied checkpoints may repeat the embedding as the output projection.
-    allowed = names | {"lm_head.weight"} if tied else names
+    allowed = {*wanted, "lm_head.weight"} if tied else set(wanted)
     complaints = {
-        "missing": [name for name in sorted(names) if name not in shapes],
+        "missing": [name for name in sorted(wanted) if name not in shapes],
         "extra": [name for name in sorted(shapes) if name not in allowed],
         "misshapen": [
-            f"{p.name} {list(shapes[p.name])} instead of {list(p.shape)}"
-            for p in parameters
-            if p.name in shapes and tuple(shapes[p.name]) != tuple(p.shape)
+            f"{name} {list(shapes[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in shapes and tuple(shapes[name]) != tuple(shape)
         ],
     }
     if any(complaints.values()):
@@ -288,11 +307,16 @@ def _check_tensors(
 
 def weights_fingerprint(model: Decoder) -> str:
     """The fingerprint of a model's weights (core/fingerprint.py), whatever they were loaded from and as."""
-    first, last = model.layers[0].self_attn, model.layers[-1].self_attn
+
+    def key_weight(layer: int) -> jax.Array:
+        attend = model.layers[layer].self_attn
+        query, key, _ = attend.widths
+        return attend.qkv_proj.kernel[...][:, query : query + key].T
+
     arrays = {
         "embedding": model.embed_tokens.embedding[...][:EMBEDDING_ROWS],
-        "first_key": first.k_proj.kernel[...].T,
-        "last_key": last.k_proj.kernel[...].T,
+        "first_key": key_weight(0),
+        "last_key": key_weight(-1),
     }
     return fingerprint_weights(
         model.config,

@@ -217,7 +217,7 @@ def test_bfloat16_model_stays_near_float32(references: dict, family: str) -> Non
     exact = logits_of(load_without_tokenizer(directory)[0], tokens)
     model, _ = load_without_tokenizer(directory, jnp.bfloat16)
     rounded = logits_of(model, tokens)
-    assert model.layers[0].mlp.up_proj.kernel[...].dtype == jnp.bfloat16
+    assert model.layers[0].mlp.gate_up_proj.kernel[...].dtype == jnp.bfloat16
     assert 1e-4 < relative_error(rounded, np.asarray(exact)) < 0.06
 
 
