@@ -18,7 +18,8 @@ import safetensors.numpy
 
 from ..core.errors import CheckpointError
 from ..core.files import replacing_directory
-from ..models.geometry import ModelGeometry, read_model_geometry
+from ..core.model_geometry import ModelGeometry
+from ..models.geometry import read_model_geometry
 from ..rotations import store
 from ..rotations.fixed_point import from_fixed_point
 from ..rotations.rotation import LayerRotation, RotationSet, make_layer_rotation, validate_rotation_set

@@ -9,45 +9,30 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..core.errors import CheckpointError
 from ..core.files import replacing_file
+from ..core.model_geometry import ModelGeometry
 from ..core.rotation_header import RotationHeader
-from ..models.geometry import ModelGeometry, gguf_geometry
+from ..models.geometry import gguf_geometry
 from ..models.gguf_file import GGUFFile
 from ..rotations.rotation import RotationSet, validate_rotation_set
-from .published_pair import (
-    IMPORT_DEFECT,
-    _check_orthogonal,
-    _orthogonal_matrix,
-    _require,
-    _rotation_of_entries,
-)
-from .report import Report, _has_means, _not_published, _report
+from .published_file import IMPORT_DEFECT, check_orthogonal
+from .published_pair import orthogonal_matrix, rotation_of_entries
+from .report import Report, has_means, make_report, not_published
+from .torch_file import require_package
 
 _GGUF_ROTATION = re.compile(r"blk\.(\d+)\.attn_([kv])_rot\.weight")
 _GGUF_HEADER = "oscar_kv.rotation_header"
-# GGUF files of these keep the channels of a key as Hugging Face files do; others (llama) reorder them.
-_GGUF_ARCHITECTURES = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gpt-oss",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen2moe",
-    "qwen3",
-    "qwen35",
-    "qwen35moe",
-    "qwen3moe",
-)
-
-
-# GGUF.
+# Architectures whose graph reads the tensors, and in which fork; others stop at the file with "wrong number
+# of tensors". None of these reorders the channels of a key, as llama does: there wrong ones would be rotated.
+LOADED_BY = {
+    "qwen3": "the OSCAR branch and the turboquant fork",
+    "gemma4": "the turboquant fork",
+    "qwen35": "the turboquant fork",
+    "qwen3moe": "the turboquant fork",
+}
 
 
 def import_gguf(path: str | os.PathLike[str], *, model_id: str | None = None) -> RotationSet:
@@ -67,7 +52,7 @@ def import_gguf(path: str | os.PathLike[str], *, model_id: str | None = None) ->
                     f"expected F32 {(geometry.head_dim,) * 2}"
                 )
             matrix = np.ascontiguousarray(file.load(name).T)  # the file holds the transpose
-            _check_orthogonal(f"{path}: layer {layer}: {name}", matrix, IMPORT_DEFECT)
+            check_orthogonal(f"{path}: layer {layer}: {name}", matrix, IMPORT_DEFECT)
             found.setdefault(layer, {})[role] = matrix
     if not found:
         raise CheckpointError(f"{path}: has no rotation tensors (blk.N.attn_k_rot.weight)")
@@ -79,7 +64,7 @@ def import_gguf(path: str | os.PathLike[str], *, model_id: str | None = None) ->
     header = _gguf_header(file, geometry, sorted(found), model_id, extra)
     identity = np.eye(geometry.head_dim, dtype=np.float32)
     layers = {
-        layer: _rotation_of_entries(
+        layer: rotation_of_entries(
             {"rotation": matrices["key"]}, {"rotation": matrices.get("value", identity)}, 1
         )
         for layer, matrices in sorted(found.items())
@@ -108,17 +93,17 @@ def export_gguf(
     file = GGUFFile(base)
     geometry = gguf_geometry(file)
     rotation_set.require_fits(geometry, geometry.full_layers, possible_layers=geometry.attention_layers)
-    if geometry.architecture not in _GGUF_ARCHITECTURES:
+    if geometry.architecture not in LOADED_BY:
         raise CheckpointError(
-            f"{base}: architecture {geometry.architecture!r} is not known to keep the order of key channels, "
-            f"allowed: {', '.join(_GGUF_ARCHITECTURES)}"
+            f"{base}: no llama.cpp reads rotation tensors for architecture {geometry.architecture!r}, "
+            f"allowed: {', '.join(LOADED_BY)}"
         )
     if baked := next((name for name in file.tensors if _GGUF_ROTATION.fullmatch(name)), None):
         raise CheckpointError(f"{base}: already has rotation tensors ({baked})")
     tensors = {}
     for layer in rotation_set.header.layers:
         for role, letter in (("key", "k"), ("value", "v")):
-            matrix, _ = _orthogonal_matrix(rotation_set, layer, role)
+            matrix = orthogonal_matrix(rotation_set, layer, role)
             if matrix is None:
                 raise CheckpointError(
                     f"layer {layer}: {role}_transform is not orthogonal, GGUF holds only orthogonal matrices"
@@ -130,20 +115,21 @@ def export_gguf(
             tensors[f"blk.{layer}.attn_{letter}_rot.weight"] = np.ascontiguousarray(matrix[0].T)
     _bake_gguf(rotation_set.header, file, destination, tensors)
     _verify_gguf(file, GGUFFile(destination), tensors)
-    return _report(
+    return make_report(
         rotation_set,
         "GGUF",
         [str(destination)],
         carried=["rotation matrices (transposed, F32)", "header, as metadata text"],
         dropped=[
-            *_not_published(rotation_set),
-            *(["key means"] if _has_means(rotation_set, "key_mean") else []),
+            *not_published(rotation_set),
+            *(["key means"] if has_means(rotation_set, "key_mean") else []),
         ],
-        notes=[f"{len(file.tensors)} base tensors byte-identical, {len(tensors)} rotation tensors added"],
+        notes=[
+            f"{len(file.tensors)} base tensors byte-identical, {len(tensors)} rotation tensors added",
+            f"architecture {geometry.architecture}: read by {LOADED_BY[geometry.architecture]} of llama.cpp; "
+            "upstream refuses the file",
+        ],
     )
-
-
-# Details of GGUF.
 
 
 def _gguf_header(
@@ -175,7 +161,7 @@ def _gguf_header(
         rope="unknown",
         basis=basis,
         basis_version=basis_version,
-        versions={"jax": jax.__version__, "numpy": np.__version__},
+        versions={"numpy": np.__version__},
         created=datetime.date.today().isoformat(),
         extra=extra,
     )
@@ -184,7 +170,7 @@ def _gguf_header(
 def _bake_gguf(
     header: RotationHeader, base: GGUFFile, destination: pathlib.Path, tensors: Mapping[str, np.ndarray]
 ) -> None:
-    gguf = _require("gguf", "writing GGUF files")
+    gguf = require_package("gguf", "writing GGUF files")
     with replacing_file(destination) as partial:
         writer = gguf.GGUFWriter(partial, base.metadata["general.architecture"])
         writer.data_alignment = base.metadata.get("general.alignment", writer.data_alignment)

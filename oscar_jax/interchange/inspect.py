@@ -1,4 +1,7 @@
-"""What a file of rotations contains, without loading a model."""
+"""What a file of rotations contains, without loading a model.
+
+Twin file, byte-identical in both packages: NumPy only.
+"""
 
 import dataclasses
 import os
@@ -12,7 +15,7 @@ from ..rotations.bases import condition_number, orthogonality_defect
 from ..rotations.fixed_point import from_fixed_point
 from ..rotations.rotation import RotationSet
 from .convert import load_any
-from .published_pair import PublishedFile, read_published_file
+from .published_file import PublishedFile, read_published_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +89,17 @@ def inspect(path: str | os.PathLike[str], *, values: str | os.PathLike[str] | No
 
 
 def _inspect_role(rotation_set: RotationSet, layer: int, role: str) -> dict[str, Any]:
-    rotation = rotation_set.layers[layer]
-    transform = from_fixed_point(getattr(rotation, f"{role}_transform"))
+    fields = rotation_set.layers[layer].numpy()
+    transform = from_fixed_point(fields[f"{role}_transform"])
     eigenvalues = rotation_set.companions.get(layer, {}).get(f"{role}_eigenvalues")
-    multiplier = np.asarray(getattr(rotation, f"{role}_multiplier"))
+    multiplier = fields[f"{role}_multiplier"]
     return {
         "layer": layer,
         "role": role,
         "heads": len(transform),
         "defect": orthogonality_defect(transform),
         "condition": condition_number(transform),
-        "mean_norm": _largest_norm(np.asarray(getattr(rotation, f"{role}_mean"))),
+        "mean_norm": _largest_norm(fields[f"{role}_mean"]),
         "alpha": float(multiplier.mean()) / (1 << fmt.MULTIPLIER_BITS),
         "spectrum": _spectrum(eigenvalues),
     }
@@ -120,7 +123,7 @@ def _inspect_published(file: PublishedFile) -> Inspection:
     return Inspection(
         {
             "form": "published file",
-            "model_id": (metadata.get("calibration") or {}).get("model_path", "unknown"),
+            "model_id": file.calibration.get("model_path", "unknown"),
             "head_dim": file.head_dim,
             "num_query_heads": None,
             "num_key_value_heads": file.heads if file.per_head else None,
@@ -138,7 +141,7 @@ def _largest_norm(mean: np.ndarray) -> float:
     return float(np.linalg.norm(np.atleast_2d(mean.astype(np.float64)), axis=-1).max())
 
 
-def _spectrum(eigenvalues: Any) -> dict[str, float] | None:
+def _spectrum(eigenvalues: np.ndarray | None) -> dict[str, float] | None:
     """Extremes and effective rank, exp of the entropy of the normalized spectrum (1…D)."""
     if eigenvalues is None:
         return None

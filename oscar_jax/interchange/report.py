@@ -1,10 +1,11 @@
-"""What a conversion did: read, carried over, could not carry."""
+"""What a conversion did: read, carried over, could not carry.
+
+Twin file, byte-identical in both packages: NumPy only.
+"""
 
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-
-import numpy as np
 
 from ..core.errors import CheckpointError
 from ..rotations import store
@@ -41,33 +42,33 @@ class Report:
         return "\n".join(lines)
 
 
-def _has_means(rotation_set: RotationSet, field: str) -> bool:
-    return any(np.any(np.asarray(getattr(layer, field))) for layer in rotation_set.layers.values())
+def has_means(rotation_set: RotationSet, field: str) -> bool:
+    """Whether "key_mean" or "value_mean" is not zero in some layer."""
+    return any(layer.numpy()[field].any() for layer in rotation_set.layers.values())
 
 
-def _not_published(rotation_set: RotationSet) -> list[str]:
+def not_published(rotation_set: RotationSet) -> list[str]:
     """What neither a published pair nor a GGUF file has a place for, if the set has it."""
     items = ["page means of keys (the other stack centers with a fixed mean, or not at all)"]
-    if _has_means(rotation_set, "value_mean"):
+    if has_means(rotation_set, "value_mean"):
         items.append("value means")
-    multipliers = {
-        int(value)
-        for layer in rotation_set.layers.values()
-        for field in (layer.key_multiplier, layer.value_multiplier)
-        for value in np.asarray(field)
-    }
+    multipliers = set()
+    for layer in rotation_set.layers.values():
+        fields = layer.numpy()
+        multipliers |= {*fields["key_multiplier"].tolist(), *fields["value_multiplier"].tolist()}
     items.append(f"multipliers {sorted(multipliers)} (the other stack has its own clip ratios)")
     return items
 
 
-def _native_report(rotation_set: RotationSet, target: str, path: pathlib.Path) -> Report:
+def native_report(rotation_set: RotationSet, target: str, path: pathlib.Path) -> Report:
+    """The report of a rotation set just written in a form of its own, read back; CheckpointError."""
     written = store.load_rotation_set(path)
     if written.header != rotation_set.header:
         raise CheckpointError(f"{path}: the header did not survive writing")
-    return _report(rotation_set, target, [str(path)], carried=["everything"], dropped=[])
+    return make_report(rotation_set, target, [str(path)], carried=["everything"], dropped=[])
 
 
-def _report(
+def make_report(
     rotation_set: RotationSet,
     target: str,
     written: Sequence[str],
@@ -76,6 +77,7 @@ def _report(
     dropped: Sequence[str],
     notes: Sequence[str] = (),
 ) -> Report:
+    """A report on a rotation set; `convert` fills in the source."""
     heads = max(len(layer.key_transform) for layer in rotation_set.layers.values())
     header = rotation_set.header
     return Report(

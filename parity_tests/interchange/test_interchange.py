@@ -171,7 +171,8 @@ def test_any_fitted_set_survives_a_published_pair(tmp_path_factory, seed, per_he
         for name in ("key_transform", "value_transform"):
             difference = getattr(mine, name).astype(int) - getattr(other, name).astype(int)
             assert np.abs(difference).max() <= (0 if skew and name == "key_transform" else 1), name
-        np.testing.assert_array_equal(mine.key_mean, other.key_mean)
+        # A shared matrix that is not orthogonal is written per head, its mean with it.
+        np.testing.assert_array_equal(np.broadcast_to(mine.key_mean, other.key_mean.shape), other.key_mean)
 
 
 def fitted_set(seed=0, *, per_head=False, skew=False, means=True, layers=(0, 1), heads=2):
@@ -224,7 +225,7 @@ def test_export_says_what_it_carries_and_drops(tmp_path):
 
     report = published_pair.export_published_pair(fitted_set(), tmp_path / "old", schema=1)
     assert load(tmp_path / "old" / "k_rotation_qqt_r_h_pbr.pt")["format_version"] == 1
-    assert "key means" in report.dropped
+    assert any(item.startswith("key means") for item in report.dropped)
     with pytest.raises(CheckpointError, match=r"schema version 2 \(source_grouping 'per_kv_head'\)"):
         published_pair.export_published_pair(fitted_set(per_head=True), tmp_path / "no", schema=1)
     with pytest.raises(CheckpointError, match=r"schema version 3 \(fields q_rotation\)"):

@@ -1,0 +1,1 @@
+"""Rotation sets to and from other stacks, for installations without JAX."""
