@@ -1,5 +1,6 @@
 """The command line `oscar`: grammar and printing; every command calls one function of the library."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ from ..core.errors import OscarError
 from .grammar import build_parser
 
 EXIT_USER_ERROR = 2
+EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 EXIT_INTERRUPTED = 130
 
 
@@ -15,7 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         arguments.run(arguments)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CLOSED_PIPE
     except (OscarError, OSError, NotImplementedError) as error:
         print(f"oscar: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -193,6 +193,9 @@ def run_convert(arguments: argparse.Namespace) -> None:
         model=arguments.model,
         num_query_heads=arguments.query_heads,
         num_key_value_heads=arguments.key_value_heads,
+        schema=arguments.schema,
+        loader=arguments.loader,
+        layer_ids=arguments.layer_ids,
     )
     print(report.text())
 

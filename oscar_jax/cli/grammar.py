@@ -76,7 +76,7 @@ SOURCE is a rotation set (directory or .safetensors), a directory or key file of
 examples:
   oscar convert rotations/ rotations.safetensors
   oscar convert published/k_rotation.pt mine/ --values published/v_rotation.pt --model Qwen3-8B/
-  oscar convert rotations/ for-sglang/ --to pair
+  oscar convert rotations/ for-sglang/ --for sglang
   oscar convert rotations/ rotated.gguf --base model.gguf
 """
 
@@ -239,3 +239,9 @@ def _grow_convert(command: _Parser) -> None:
     command.add_argument("--model", metavar="PATH", help=about)
     command.number("--query-heads", None, "if neither SOURCE nor --model says it")
     command.number("--key-value-heads", None, "likewise")
+    about = "who will read the pair: refuses what that loader would refuse or misread (docs/interchange.md)"
+    command.add_argument("--for", dest="loader", metavar="LOADER", help=about)
+    about = "newest version of a pair to write, 1, 2 or 3; below 3 key means are dropped"
+    command.add_argument("--schema", type=int, metavar="N", help=about)
+    about = "attention: ids of a pair count the layers with full attention of --model (default %(default)s)"
+    command.add_argument("--layer-ids", default="model", metavar="KIND", help=about)

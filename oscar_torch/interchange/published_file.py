@@ -82,7 +82,7 @@ def read_published_file(path: str | os.PathLike[str]) -> PublishedFile:
     metadata = {
         name: value
         for name, value in state.items()
-        if name != "layers" and _is_plain(name) and _is_plain(value)
+        if isinstance(name, str) and name != "layers" and _is_plain(value)
     }
     ignored = {f"field {name!r}" for name in state if name not in metadata and name != "layers"}
     version, grouping = metadata.get("format_version"), metadata.get("source_grouping")
@@ -106,7 +106,7 @@ def read_published_file(path: str | os.PathLike[str]) -> PublishedFile:
         ignored |= {f"layer field {name!r}" for name in entry if name not in (*_ARRAY_FIELDS, "layer_id")}
         layers[layer] = _read_entry(path, layer, entry, per_head, shape)
         shape = layers[layer]["rotation"].shape
-    return PublishedFile(
+    file = PublishedFile(
         path=path,
         metadata=metadata,
         layers=dict(sorted(layers.items())),
@@ -115,6 +115,9 @@ def read_published_file(path: str | os.PathLike[str]) -> PublishedFile:
         string_ids=any(isinstance(identifier, str) for identifier in state["layers"]),
         ignored=tuple(sorted(ignored)),
     )
+    for name in ("tokens", "global_kv_heads", "global_q_heads"):
+        file.calibration_count(name)
+    return file
 
 
 def check_orthogonal(where: str, matrix: np.ndarray, limit: float) -> None:

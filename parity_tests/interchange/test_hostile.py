@@ -70,12 +70,12 @@ HOSTILE = {
     "version text": ({**make_state("key"), "format_version": "1"}, "format_version = '1', allowed"),
     "grouping": (
         {**make_state("key"), "source_grouping": ["layer"]},
-        r"source_grouping = \['layer'\], allowed",
+        "source_grouping = .'layer'.,",
     ),
     "tokens": (with_calibration(tokens="many"), "calibration tokens = 'many', expected an int >= 0"),
     "heads": (
         with_calibration(global_kv_heads=2.0, global_q_heads=4),
-        "global_kv_heads = 2.0, expected an int",
+        "global_kv_heads = 2.0, expected",
     ),
     "heads True": (with_calibration(global_q_heads=True), "global_q_heads = True, expected an int"),
     "layer True": (with_layer_ids(True), "layer id True, expected an int"),
@@ -122,7 +122,7 @@ def test_deep_metadata_is_ignored_by_name(tmp_path):
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
     path = tmp_path / "k_rotation.pt"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2373\n")
-    with pytest.raises(CheckpointError, match="k_rotation.pt: a Git LFS pointer.*git lfs pull"):
+    with pytest.raises(CheckpointError, match=r"k_rotation\.pt: a Git LFS pointer.*git lfs pull"):
         inspect.inspect(path)
 
 
