@@ -17,7 +17,7 @@ def _dequantize_kernel(
     table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, mean_ptr, key_ptr, value_ptr,
     pages, K: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pages, K). mean float32 [pages, K, D] in the rotated basis; outputs [K, pages * 64, D]."""
+    """Grid (pages, K). mean float32 [K, pages, D] in the rotated basis; outputs [K, pages * 64, D]."""
     page, head = tl.program_id(0), tl.program_id(1)
     physical = tl.load(table_ptr + page).to(tl.int64) * K + head
     token = tl.arange(0, PAGE)
@@ -31,7 +31,7 @@ def _dequantize_kernel(
     )
     codes = tl.reshape((words[:, :, None] >> shift[None, None, :]) & 3, (PAGE, D))
     scale = tl.load(key_scale_ptr + physical * PAGE + token).to(tl.float32)
-    mean = tl.load(mean_ptr + (page * K + head) * D + channel)
+    mean = tl.load(mean_ptr + (head * pages + page) * D + channel)
     rows = (codes.to(tl.float32) - 1.5) * scale[:, None] + mean[None, :]
     tl.store(key_ptr + out, rows.to(key_ptr.dtype.element_ty))
 
@@ -49,7 +49,7 @@ def dequantize_pages(
 ) -> None:
     """Writes the rows of physical pages `table` int32 [P] to key and value [K, P * 64, D], rotated bases.
 
-    mean float32 [P, K, D], in the keys' rotated basis, is added to the keys of a page. Raises
+    mean float32 [K, P, D], in the keys' rotated basis, is added to the keys of a page. Raises
     NotImplementedError (device, head_dim).
     """
     heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim

@@ -20,7 +20,7 @@ from ...core import cache_format as fmt
 from . import triton as plain
 from .dequantize import HEAD_DIMS, dequantize_pages
 
-BLOCK_TOKENS = 16_384  # dequantized at a time
+BLOCK_TOKENS = 32_768  # dequantized at a time
 MIN_TOKENS = 128  # shorter chunks are bound by the bytes of the history: the kernels that read codes win
 
 
@@ -72,27 +72,34 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float) -> tuple[Tens
     block = BLOCK_TOKENS // fmt.PAGE_TOKENS
     pieces = max(1, -(-max(counts) // block))
     rows = grouped.shape[2]
-    sums = query.new_zeros((pieces, batch, heads, rows, head_dim))
-    state = torch.zeros((2, pieces, batch, heads, rows), device=query.device)
-    state[0] = plain.UNSEEN.value
+    even = min(counts) == max(counts) > 0  # then every part of the results below is written
+    sums = (query.new_empty if even else query.new_zeros)((pieces, batch, heads, rows, head_dim))
+    maxima = torch.full((pieces, batch, heads, rows), plain.UNSEEN.value, device=query.device)
+    weights = torch.ones_like(maxima) if even else torch.zeros_like(maxima)
     transform = rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS
     widest = min(block, max(counts)) * fmt.PAGE_TOKENS
     space = query.new_empty((2, heads * widest * head_dim))
     for b, count in enumerate(counts):
+        if not count:
+            continue
+        means = cache.key_page_mean[cache.page_table[b, :count].long()].float().transpose(0, 1)  # [K, P, D]
+        rotated_means = means @ transform
         for piece, first in enumerate(range(0, count, block)):
-            table = cache.page_table[b, first : min(first + block, count)]
-            page_mean = cache.key_page_mean[table.long()].float()  # [P, K, D]
-            block_mean = page_mean.mean(dim=0)
-            mean = ((page_mean - block_mean)[:, :, None] @ transform)[:, :, 0].contiguous()
+            pages = slice(first, min(first + block, count))
+            table = cache.page_table[b, pages]
+            mean = rotated_means[:, pages]
             size = heads * len(table) * fmt.PAGE_TOKENS * head_dim
             key, value = (x[:size].reshape(heads, -1, head_dim) for x in space)
-            dequantize_pages(cache, table, mean, key, value)
+            dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
             out, lse = flash(rotated[b : b + 1], key[None], value[None], softmax_scale)
             sums[piece, b] = out[0]
-            shift = (grouped[b] @ block_mean[:, :, None])[..., 0] * softmax_scale
-            state[0, piece, b] = (lse[0] + shift) * plain.LOG2_E
-            state[1, piece, b] = 1.0
+            shift = grouped[b] @ means[:, pages].mean(dim=1)[:, :, None]  # [K, T * G, 1]
+            score = lse[0] * plain.LOG2_E
+            maxima[piece, b] = score.add_(shift[..., 0], alpha=softmax_scale * plain.LOG2_E)
+            if not even:
+                weights[piece, b] = 1.0
     all_rows = batch * heads * rows
+    state = torch.stack([maxima, weights])
     return sums.reshape(pieces, all_rows, head_dim), state.reshape(2, pieces, all_rows)
 
 
