@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -112,6 +113,26 @@ class OscarCache(Cache):
         for layer, removal in zip(self.layers, removals):
             layer.remove(removal)
 
+    def activate_past_recording(self) -> None:
+        """From now on chunks are drafts that `crop` can take back; assisted decoding calls this by itself.
+
+        Raises ConfigError where assisted decoding is to continue a cache: transformers sends all of the
+        prompt then, with what the cache holds already.
+        """
+        prompt = _prompt_of_the_caller()
+        if prompt and (columns := self.get_seq_length()):
+            raise ConfigError(
+                f"assisted decoding over a cache of {int(columns)} columns, allowed: an empty one "
+                "(transformers would send it the whole prompt a second time)"
+            )
+        for layer in self.layers:
+            layer.activate_past_recording(prompt)
+
+    def deactivate_past_recording(self) -> None:
+        """Ends `activate_past_recording`: further chunks are prompts."""
+        for layer in self.layers:
+            layer.deactivate_past_recording()
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (or those where a bool mask is True)."""
         self._require_whole()
@@ -145,3 +166,16 @@ class OscarCache(Cache):
             twin.ledger = self.ledger.copy()
             twin.layers = [layer.copy(twin.ledger) for layer in self.layers]
         return twin
+
+
+def _prompt_of_the_caller() -> int:
+    """Columns of the prompt that assisted decoding begins with, 0 if unknown.
+
+    Its first forward brings the prompt and drafts in one chunk, and nothing that reaches a cache says where
+    the drafts begin; so the length is read where assisted decoding switches the recording on.
+    """
+    caller: Any = sys._getframe(2)
+    if caller.f_code.co_name != "_assisted_decoding":
+        return 0
+    tokens = caller.f_locals.get("input_ids")
+    return tokens.shape[1] if isinstance(tokens, Tensor) else 0

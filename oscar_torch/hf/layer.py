@@ -117,6 +117,7 @@ class OscarLayer(CacheLayerMixin):
         self.implementation = implementation
         self.observer = observer
         self.record_past = False
+        self.prompt_columns = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -239,9 +240,19 @@ class OscarLayer(CacheLayerMixin):
         """Repeats every sequence `repeats` times; INT2 pages are shared, not copied."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
-    def activate_past_recording(self) -> None:
-        """From now on keeps what a `crop` of the latest rows needs to be exact across a quantized page."""
+    def activate_past_recording(self, prompt_columns: int = 0) -> None:
+        """From now on keeps what a `crop` of the latest rows needs to be exact across a quantized page.
+
+        After `prompt_columns`, the rest of a prompt, further columns are drafts: attended to one by one, so
+        that each sees what it would see in decoding.
+        """
         self.record_past = True
+        self.prompt_columns = prompt_columns
+
+    def deactivate_past_recording(self) -> None:
+        """Ends `activate_past_recording`: further chunks are prompts."""
+        self.record_past = False
+        self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove columns, as if they had never come.
@@ -273,29 +284,51 @@ class OscarLayer(CacheLayerMixin):
             raise ShapeError(f"the padding mask is {tuple(real.shape)}, expected {(batch, columns)}")
         counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
         self._reserve(counts)
-        recording = self._begin_recording(columns)
         self.writing = [length + count for length, count in zip(self.lengths, counts)]
         options |= {"sliding_window": self.sliding_window, "implementation": self.implementation}
-        assert self.store is not None
-        if columns == 1:  # `_reserve` has found room
-            new_lengths = self._ones() if real is None else real[:, 0].to(torch.int32)
-            append_rows(
-                self.store, self.rotation, key, value, new_lengths,
-                implementation=self.implementation, check=False,
-            )  # fmt: skip
-            out = ops.decode_attention(query[:, 0], self.store, self.rotation, **options)[:, None]
-            if real is not None:
-                out = out * real[:, :, None, None]
+        drafts = self._draft_columns(columns)
+        if drafts in (0, columns):
+            out = self._attend_part(query, key, value, real, is_draft=drafts > 0, **options)
         else:
+            outputs = []
+            for part in (slice(0, columns - drafts), slice(columns - drafts, columns)):
+                rows = query[:, part], key[:, part], value[:, part]
+                mask = None if real is None else real[:, part]
+                outputs.append(self._attend_part(*rows, mask, is_draft=part.start > 0, **options))
+            out = torch.cat(outputs, dim=1)
+        if self.observer is not None:
+            self.observer(query, key, value, out)
+        self.writing = None
+        return out
+
+    def _attend_part(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        *,
+        is_draft: bool,
+        **options: Any,
+    ) -> Tensor:
+        """`attend` for a prompt, or for columns that are attended to one by one and may be taken back."""
+        batch, columns = query.shape[:2]
+        counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
+        if not is_draft:
+            self._forget()
+        elif self.record_past and self._snapshot is None:
+            self._snapshot = {name: getattr(self.store, name).clone() for name in self._mutable()}
+            self._snapshot_state = (list(self.lengths), list(self.reached), self.columns, list(self.chunks))
+        if is_draft or columns == 1:
+            out = self._attend_columns(query, key, value, real, **options)
+        else:
+            assert self.store is not None
             out = attend_in_pieces(
                 query, key, value, real, counts=counts, lengths=self.lengths, store=self.store,
                 rotation=self.rotation, prefill_chunk=self.prefill_chunk, **options,
             )  # fmt: skip
-        if self.observer is not None:
-            self.observer(query, key, value, out)
         self._count(counts, columns if real is None else real)
-        self.writing = None
-        if recording:
+        if is_draft and self.record_past:
             self._recorded.append((key, value, real))
         return out
 
@@ -305,6 +338,39 @@ class OscarLayer(CacheLayerMixin):
         if self._one_each is None or self._one_each.shape != self.store.lengths.shape:
             self._one_each = torch.ones_like(self.store.lengths)
         return self._one_each
+
+    def _draft_columns(self, columns: int) -> int:
+        """How many of the new columns, the last ones, are drafts: to be verified as decoding would see them.
+
+        Only while the past is recorded. The first forward of assisted decoding brings the rest of the prompt
+        and drafts in one; where the length of the prompt is not known, a chunk of more than `recent_tokens`
+        is a prompt.
+        """
+        if not self.record_past:
+            return 0
+        if not self.prompt_columns:
+            return columns if columns <= self.config.recent_tokens else 0
+        prompt = min(self.prompt_columns, columns)
+        self.prompt_columns -= prompt
+        # A single column is a decoding step, whoever sends it.
+        return columns if prompt == 1 else columns - prompt
+
+    def _attend_columns(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Attends with one column after the other, each stored before the next: decoding, in one call."""
+        assert self.store is not None
+        outputs = []
+        for t in range(query.shape[1]):
+            column = slice(t, t + 1)
+            new_lengths = self._ones() if real is None else real[:, t].to(torch.int32)
+            append_rows(
+                self.store, self.rotation, key[:, column], value[:, column], new_lengths,
+                implementation=self.implementation, check=False,
+            )  # fmt: skip  # `_reserve` has found room
+            out = ops.decode_attention(query[:, t], self.store, self.rotation, **options)[:, None]
+            outputs.append(out if real is None else out * real[:, column, None, None])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _reserve(self, counts: list[int]) -> None:
         """Finds INT2 pages for the tokens to come, enlarging the pool; raises before anything is changed."""
@@ -430,18 +496,6 @@ class OscarLayer(CacheLayerMixin):
             if size > columns:
                 self.chunks.append(chunk - columns if isinstance(chunk, int) else chunk[:, :-columns])
             columns -= min(size, columns)
-
-    def _begin_recording(self, columns: int) -> bool:
-        """With `record_past`: keeps the windows as they are; True if the rows to come should be kept too."""
-        if not self.record_past:
-            return False
-        if columns > self.config.recent_tokens:  # a prompt; nobody rolls that back
-            self._forget()
-            return False
-        if self._snapshot is None:
-            self._snapshot = {name: getattr(self.store, name).clone() for name in self._mutable()}
-            self._snapshot_state = (list(self.lengths), list(self.reached), self.columns, list(self.chunks))
-        return True
 
     def _mutable(self) -> tuple[str, ...]:
         if isinstance(self.store, LayerCache):

@@ -403,7 +403,7 @@ class StaticLayer(OscarLayer):
 
     # Taking back, other batches.
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, prompt_columns: int = 0) -> None:
         """Nothing is recorded: a crop reaches as far as the BF16 rows do."""
 
     def removable(self, tokens_to_remove: int) -> Removal:

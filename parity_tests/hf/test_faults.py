@@ -7,10 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
-from oscar_torch import cache as paged_cache  # noqa: E402
+from oscar_torch import ops  # noqa: E402
 from oscar_torch.core.errors import ConfigError  # noqa: E402
 from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.hf import layer as hf_layer  # noqa: E402
+from oscar_torch.hf import pieces as hf_pieces  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     assert_same,
     generate,
@@ -118,28 +119,36 @@ class Interruption(KeyboardInterrupt):
     """Ctrl-C."""
 
 
-def interrupt(monkeypatch, name, call):
-    """The `call`-th call of a function of `oscar_torch.cache` ends with an Interruption after its work."""
-    function, calls = getattr(paged_cache, name), [0]
+WHERE = {  # rows of a prompt's piece, and of a single column
+    "stored": [(hf_pieces, "_store_rows"), (hf_layer, "append_rows")],
+    "attended": [(ops, "chunk_attention"), (ops, "decode_attention")],
+}
 
-    def interrupted(*args, **options):
-        calls[0] += 1
-        result = function(*args, **options)
-        if calls[0] == call:
-            raise Interruption
-        return result
 
-    for module in (paged_cache, hf_layer):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, interrupted)
+def interrupt(monkeypatch, where, call):
+    """The `call`-th time that rows have been stored (or attended to), an Interruption ends the step."""
+    calls = [0]
+
+    def interrupting(function):
+        def interrupted(*args, **options):
+            calls[0] += 1
+            result = function(*args, **options)
+            if calls[0] == call:
+                raise Interruption
+            return result
+
+        return interrupted
+
+    for module, name in WHERE[where]:
+        monkeypatch.setattr(module, name, interrupting(getattr(module, name)))
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("name", "call"), [("append_rows", 1), ("append_rows", 2), ("_write_window", 2)])
+@pytest.mark.parametrize(("where", "call"), [("stored", 1), ("stored", 2), ("attended", 2)])
 @pytest.mark.parametrize("columns", [1, 9])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_interrupted_step_is_refused_until_it_is_taken_back(
-    monkeypatch, family, columns, name, call, padded
+    monkeypatch, family, columns, where, call, padded
 ):
     """Whatever layer it was and however far it came; then everything is as if the step had never begun."""
     model = make_model(family)
@@ -150,7 +159,7 @@ def test_an_interrupted_step_is_refused_until_it_is_taken_back(
     for each in (cache, expected):
         forward(model, ids, each, mask)
     with monkeypatch.context() as patch:
-        interrupt(patch, name, 1 if family == "gemma3" and name == "_write_window" else call)
+        interrupt(patch, where, call)
         with pytest.raises(Interruption):
             forward(model, more, cache, longer)
     refusal = r"interrupted a step, layers have parts of it; allowed: crop\(350\), .* or reset\(\)"
@@ -178,7 +187,7 @@ def test_an_interrupted_step_across_a_page_says_what_is_lost(monkeypatch):
     cache = make_cache(model)
     forward(model, ids, cache)
     with monkeypatch.context() as patch:
-        interrupt(patch, "append_rows", 2)
+        interrupt(patch, "stored", 2)
         with pytest.raises(Interruption):
             forward(model, more, cache)
     with pytest.raises(QuantizedTokensError, match="from 384 to 383 tokens"):
@@ -192,10 +201,10 @@ def test_an_interrupted_step_across_a_page_says_what_is_lost(monkeypatch):
 
 def test_an_interrupted_first_prompt_is_reset(monkeypatch):
     model = make_model("llama")
-    (ids,) = prompts(900)
+    (ids,) = prompts(2100)
     cache = make_cache(model)
     with monkeypatch.context() as patch:
-        interrupt(patch, "append_rows", 3)  # the second layer's first piece
+        interrupt(patch, "stored", 3)  # the second layer's first piece
         with pytest.raises(Interruption):
             generate(model, ids, cache, 2)
     with pytest.raises(ConfigError, match=r"allowed: reset\(\)$"):
@@ -213,14 +222,13 @@ def test_an_interrupted_draft_is_taken_back_from_the_record(monkeypatch):
     cache, expected = make_cache(model), make_cache(model)
     for each in (cache, expected):
         forward(model, ids, each)
-    cache.activate_past_recording()
-    forward(model, first, cache)
+        each.activate_past_recording()
+        forward(model, first, each)
     with monkeypatch.context() as patch:
-        interrupt(patch, "append_rows", 2)
+        interrupt(patch, "stored", 10)  # the second layer's fourth draft
         with pytest.raises(Interruption):
             forward(model, second, cache)
     cache.crop(382)
-    forward(model, first, expected)
     for layer, other in zip(cache.layers, expected.layers):
         assert_same(stored(layer, 0), stored(other, 0))
 
