@@ -52,9 +52,9 @@ def make_statistics_step(
     def step(state, tokens, start, count, rows, statistics):
         updated = {} if statistics is None else dict(statistics)
 
-        def attention(layer: int, query, key, value, state):
+        def attention(layer: int, query, key, value, state, **sinks):
             part, state = attend_and_store(config, layer, query, key, value, state, start, None)
-            out = finish([part])
+            out = finish([part], **sinks)
             if layer in updated:
                 # The statistics are of the rows that a cache stores.
                 key, value = round_to_bfloat16(key), round_to_bfloat16(value)

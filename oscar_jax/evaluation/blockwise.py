@@ -85,12 +85,20 @@ def group_queries(query: jax.Array, heads: int) -> jax.Array:
     return grouped.transpose(0, 2, 3, 1, 4)
 
 
-def finish(parts: list[Partial]) -> jax.Array:
-    """Softmax over the union of what the parts saw: float32 [B, T, N, D]."""
+def finish(parts: list[Partial], sink_logits: jax.Array | None = None) -> jax.Array:
+    """Softmax over the union of what the parts saw: float32 [B, T, N, D].
+
+    `sink_logits` float32 [N] are scores without a value, one per query head, that take part in it.
+    """
     top = jnp.stack([part.top for part in parts]).max(axis=0)
+    if sink_logits is not None:
+        sinks = sink_logits.astype(jnp.float32).reshape(1, *top.shape[1:3], 1)
+        top = jnp.maximum(top, sinks)
     shared = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = [jnp.exp(part.top - shared) for part in parts]
     mass = sum(part.mass * weight for part, weight in zip(parts, weights))
+    if sink_logits is not None:
+        mass = mass + jnp.exp(sinks - shared)
     total = sum(part.total * weight[..., None] for part, weight in zip(parts, weights))
     out = jnp.asarray(total) / jnp.maximum(jnp.asarray(mass), 1e-30)[..., None]
     batch, heads, group, tokens, head_dim = out.shape

@@ -100,7 +100,7 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
             tiled = jnp.tile(places, (methods, 1))  # [Q*M, T]
             at = jnp.arange(sequences)[:, None]
 
-            def attention(layer: int, query, key, value, state):
+            def attention(layer: int, query, key, value, state, **sinks):
                 window = config.layer_windows[layer]
                 state = tuple(
                     store.at[at, tiled].set(round_to_bfloat16(new)) for store, new in zip(state, (key, value))
@@ -118,7 +118,7 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
                     softmax_scale=config.attention_scale,
                     sliding_window=window,
                 )
-                return finish([_per_question(before, count), own]), state
+                return finish([_per_question(before, count), own], **sinks), state
 
             return decoder.hidden_states(tokens, tails, positions=stored + tiled, attention=attention)
 

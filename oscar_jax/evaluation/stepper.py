@@ -103,11 +103,11 @@ def make_runner(model: Decoder, config: ModelConfig) -> Runner:
         queries: list[jax.Array] = []
         positions = start + jnp.arange(tokens.shape[1])
 
-        def attention(layer: int, query, key, value, state):
+        def attention(layer: int, query, key, value, state, **sinks):
             if layer in capture:
                 queries.append(query[0, probes].astype(jnp.float32))
             part, state = attend_and_store(config, layer, query, key, value, state, start, recipes.get(layer))
-            return finish([part]), state
+            return finish([part], **sinks), state
 
         hidden, rows = nnx.merge(graph, state).hidden_states(
             tokens, rows, positions=jnp.broadcast_to(positions, tokens.shape), attention=attention

@@ -37,7 +37,7 @@ class CachedAttention:
         self.implementation = implementation
 
     def __call__(
-        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Attention of one layer; see `decoder.Attention`. Returns [B, T, N, D] and the cache."""
         if isinstance(state, LayerCache) and layer not in self.rotations:
@@ -55,6 +55,7 @@ class CachedAttention:
             softmax_scale=self.config.attention_scale,
             sliding_window=self.config.layer_windows[layer],
             implementation=self.implementation,
+            **sinks,
         )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
+from .experts import ExpertsConfig
 from .rope import RopeConfig
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -47,6 +48,9 @@ class ModelConfig:
     qk_norm: str = ""  # one of QK_NORMS
     norms: tuple[str, ...] = ("input_layernorm", "pre_feedforward_layernorm")  # of NORMS
     norm_plus_one: bool = False  # Hugging Face stores w of (1 + w); the loaders add the one
+    attention_sinks: bool = False  # a logit per query head that takes part in the softmax and has no value
+    experts: ExpertsConfig | None = None
+    dense_layers: tuple[int, ...] = ()  # layers without experts
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies what attention and MLP add

@@ -20,8 +20,10 @@ from flax import nnx
 
 from ..core.errors import ShapeError
 from .config import ModelConfig
+from .experts import SparseMLP
 from .rope import apply_rope
 
+MakeLinear = functools.partial[nnx.Linear]  # (width in, width out, use_bias=False)
 _QUERY_BLOCK = 512  # queries whose scores CausalAttention holds at a time
 
 
@@ -37,6 +39,8 @@ class Attention(Protocol):
               `config.attention_scale`. Rounded to bfloat16, key and value are the rows a cache stores.
               Query head n reads key/value head n // (N // K). Row t of sequence b is token `positions[b, t]`.
       state   whatever the caller put at `states[layer]` (None without states): a cache, running sums, ...
+      sinks   only of models with `config.attention_sinks`: sink_logits=float32 [N], each a score without a
+              value that takes part in its query head's softmax.
       out     [B, T, N, D], any float dtype; cast to the compute dtype before the output projection.
       state   the layer's new state, handed back by the decoder in a list in layer order.
 
@@ -46,7 +50,7 @@ class Attention(Protocol):
     """
 
     def __call__(
-        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: jax.Array
     ) -> tuple[jax.Array, Any]: ...
 
 
@@ -61,11 +65,11 @@ class CausalAttention:
         self.config = config
 
     def __call__(
-        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Attention of one layer; see `Attention`. Returns float32 [B, T, N, D] and `state` unchanged."""
         window = self.config.layer_windows[layer]
-        return causal_attention(query, key, value, self.config.attention_scale, window), state
+        return causal_attention(query, key, value, self.config.attention_scale, window, **sinks), state
 
 
 class CapturingAttention:
@@ -78,21 +82,26 @@ class CapturingAttention:
         self.inner = inner
 
     def __call__(
-        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any
+        self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Attention of one layer; see `Attention`."""
-        out, state = self.inner(layer, query, key, value, state)
+        out, state = self.inner(layer, query, key, value, state, **sinks)
         return out, (state, (query, key, value))
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "window"))
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, softmax_scale: float, window: int | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_scale: float,
+    window: int | None,
+    sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Causal softmax attention in float32, query blocks of 512 one after the other.
 
-    query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`. Returns
-    float32 [B, T, N, D].
+    query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`;
+    `sink_logits` float32 [N] as in `Attention`. Returns float32 [B, T, N, D].
     """
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -111,7 +120,13 @@ def causal_attention(
         if window is not None:
             visible &= stored > at - window
         scores = jnp.einsum("btkgd,bskd->bkgts", query[:, index], key, precision=jax.lax.Precision.HIGHEST)
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        if sink_logits is None:
+            weights = jax.nn.softmax(scores, axis=-1)
+        else:
+            sinks = sink_logits.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+            sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
         return jnp.einsum("bkgts,bskd->btkgd", weights, value, precision=jax.lax.Precision.HIGHEST)
 
     out = jax.lax.map(attend_block, jnp.arange(blocks))  # [blocks, B, block, K, G, D]
@@ -135,13 +150,15 @@ class RMSNorm(nnx.Module):
 class Attend(nnx.Module):
     """Projections, QK-norm and RoPE around an `Attention` strategy."""
 
-    def __init__(self, config: ModelConfig, layer: int, make_linear: Callable[..., nnx.Linear]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, make_linear: MakeLinear) -> None:
         self.config, self.layer = config, layer
         heads, kv_heads, width = config.num_query_heads, config.num_key_value_heads, config.head_dim
         # One product: at small batches a narrow one takes as long as a wide one. The loader joins the parts.
         self.widths = heads * width, kv_heads * width, kv_heads * width
         self.qkv_proj = make_linear(config.hidden_size, sum(self.widths), use_bias=config.qkv_bias)
         self.o_proj = make_linear(heads * width, config.hidden_size, use_bias=config.output_bias)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32))
         if config.qk_norm:
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(width if per_head else heads * width, config.rms_norm_eps)
@@ -163,35 +180,54 @@ class Attend(nnx.Module):
         rope = self.config.layer_rope(self.layer)
         if rope is not None:
             query, key = apply_rope(query, positions, rope), apply_rope(key, positions, rope)
-        out, state = attention(self.layer, query, key, value, state)
+        sinks = {"sink_logits": self.sinks[...]} if self.config.attention_sinks else {}
+        out, state = attention(self.layer, query, key, value, state, **sinks)
         return self.o_proj(out.astype(x.dtype).reshape(batch, length, -1)), state
 
 
-class MLP(nnx.Module):
-    """Gated MLP: down(act(gate(x)) * up(x))."""
+def activation_of(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    """The function named by `config.activation`."""
+    return jax.nn.silu if config.activation == "silu" else functools.partial(jax.nn.gelu, approximate=True)
 
-    def __init__(self, config: ModelConfig, make_linear: Callable[..., nnx.Linear]) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+
+class MLP(nnx.Module):
+    """Gated MLP: down(act(gate(x)) * up(x)); `inner` channels, by default the configuration's."""
+
+    def __init__(self, config: ModelConfig, make_linear: MakeLinear, inner: int | None = None) -> None:
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.gate_up_proj = make_linear(hidden, 2 * inner, use_bias=bias)
         self.down_proj = make_linear(inner, hidden, use_bias=bias)
-        self.activation = config.activation
+        self.activation = activation_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, H] -> [B, T, H]."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down_proj(gate * up)
+        return self.down_proj(self.activation(gate) * up)
+
+
+def make_mlp(config: ModelConfig, layer: int, make_linear: MakeLinear) -> MLP | SparseMLP:
+    """The MLP of a layer, or its experts."""
+    experts = config.experts
+    if experts is None or layer in config.dense_layers:
+        return MLP(config, make_linear)
+    return SparseMLP(
+        config.hidden_size,
+        experts,
+        activation_of(config),
+        make_linear,
+        make_shared=lambda: MLP(config, make_linear, experts.shared_size),
+    )
 
 
 class Layer(nnx.Module):
     """One decoder layer; each of `config.norms` is a norm at its place."""
 
-    def __init__(self, config: ModelConfig, layer: int, make_linear: Callable[..., nnx.Linear]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, make_linear: MakeLinear) -> None:
         self.norms, self.residual_scale = config.norms, config.residual_scale
         for name in config.norms:
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.self_attn = Attend(config, layer, make_linear)
-        self.mlp = MLP(config, make_linear)
+        self.mlp = make_mlp(config, layer, make_linear)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
@@ -220,17 +256,14 @@ class Decoder(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
 
-        def make_linear(width_in: int, width_out: int, use_bias: bool = False) -> nnx.Linear:
-            return nnx.Linear(
-                width_in,
-                width_out,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                precision=self.precision,
-                rngs=rngs,
-            )
-
+        make_linear = functools.partial(
+            nnx.Linear,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=self.precision,
+            rngs=rngs,
+        )
         self.embed_tokens = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )

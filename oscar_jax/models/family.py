@@ -36,6 +36,11 @@ class Settings:
         self.read.add(key)
         return self._values[key] if key in self._values else self._defaults.get(key, default)
 
+    def integer_of(self, *keys: str) -> int:
+        """`integer` of the first of several spellings that the file has, else of the first."""
+        found = [key for key in keys if key in self]
+        return self.integer(found[0] if found else keys[0])
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; ConfigError names the key."""
         value = self.get(key)
@@ -101,6 +106,8 @@ class Family:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read_hf: Callable[[Settings, Fields], Fields] = _nothing
     read_gguf: Callable[[Settings, Fields], Fields] = _nothing
+    rope_interleaved: bool = False  # neighbouring channels turn together, in the checkpoint's order too
+    rope_type_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"pre_feedforward_layernorm": "post_attention_layernorm"}
     )
@@ -115,6 +122,8 @@ class Family:
         if not name.startswith("layers."):
             return name if name.startswith("lm_head.") else f"model.{name}"
         _, layer, rest = name.split(".", 2)
+        if rest in self.names:
+            return f"model.layers.{layer}.{self.names[rest]}"
         stem, _, suffix = rest.rpartition(".")
         return f"model.layers.{layer}.{self.names.get(stem, stem)}.{suffix}"
 

@@ -74,7 +74,7 @@ def config_from_gguf(
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon", 1e-6),
         "attention_scale": 1.0 / math.sqrt(head_dim),
         "layer_windows": (None,) * layers,
-        "rope": read_rope(settings, head_dim, rope_divisors),
+        "rope": read_rope(settings, head_dim, rope_divisors, interleaved=family.rope_interleaved),
         "tie_embeddings": "output.weight" not in tensor_shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": token_ids(

@@ -190,16 +190,19 @@ def _read_common(settings: Settings, family: Family) -> Fields:
         "bos_token_id": settings.get("bos_token_id"),
     }
     if family.text_section is None:  # such a family's layers have ropes of different kinds
-        fields["rope"] = read_rope(settings, fields)
+        fields["rope"] = read_rope(settings, fields, family)
     return fields
 
 
-def read_rope(settings: Settings, fields: Fields, *, interleaved: bool = False) -> RopeConfig:
+def read_rope(settings: Settings, fields: Fields, family: Family) -> RopeConfig:
     """Rope of `rope_scaling`, which wins, or `rope_parameters`, with the keys that stand beside them."""
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"rope parameters are {parameters!r}, expected an object")
     settings.get("rope_parameters")  # read, even where rope_scaling wins
+    kind = str(parameters.get("rope_type", parameters.get("type")))
+    if kind in family.rope_type_aliases:
+        parameters = {**parameters, "rope_type": family.rope_type_aliases[kind]}
     return rope_of_parameters(
         parameters,
         theta=settings.number("rope_theta", 10_000.0),
@@ -207,7 +210,7 @@ def read_rope(settings: Settings, fields: Fields, *, interleaved: bool = False) 
         max_positions=fields["max_positions"],
         trained_positions=settings.get("original_max_position_embeddings"),
         partial_rotary_factor=settings.get("partial_rotary_factor"),
-        interleaved=interleaved,
+        interleaved=family.rope_interleaved,
     )
 
 

@@ -223,7 +223,8 @@ def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
             array = array.astype(np.float32) + 1.0
-        leaves.append(jnp.asarray(array.T if parameter.transposed else array, dtype=parameter.dtype))
+        array = array.swapaxes(-1, -2) if parameter.transposed else array
+        leaves.append(jnp.asarray(array, dtype=parameter.dtype))
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
@@ -248,7 +249,8 @@ def _undo_interleaving(rows: np.ndarray, heads: int) -> np.ndarray:
 class _Parameter:
     """One parameter of the decoder and the Hugging Face tensors it comes from, joined along their rows."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # by name, as stored: [out, in] for projections
+    # by name, as stored: [out, in] for projections, [experts, out, in] for experts'
+    shapes: Mapping[str, tuple[int, ...]]
     dtype: Any
     transposed: bool
     is_norm: bool
@@ -263,24 +265,24 @@ class _Parameter:
         """From a leaf of the decoder's state: "layers.0.mlp.down_proj.kernel" is stored as "....weight"."""
         path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         module, _, kind = path_name.rpartition(".")
-        suffix = "bias" if kind == "bias" else "weight"
+        suffix = "weight" if kind in ("kernel", "embedding") else kind
         transposed = kind == "kernel"
-        shape = leaf.shape[::-1] if transposed else leaf.shape
+        shape = (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2]) if transposed else leaf.shape
         place, _, last = module.rpartition(".")
         shapes = {
             family.tensor_name(f"{place}.{part}.{suffix}"): (width, *shape[1:])
-            for part, width in _joined(last, config).items()
+            for part, width in _joined(last, config, shape[0]).items()
         } or {family.tensor_name(f"{module}.{suffix}"): shape}
         return cls(shapes, leaf.dtype, transposed, module.endswith("norm"))
 
 
-def _joined(module: str, config: ModelConfig) -> dict[str, int]:
-    """The projections, with their widths, that a module of the decoder does in one product; else none."""
+def _joined(module: str, config: ModelConfig, width: int) -> dict[str, int]:
+    """The projections, with their widths, that a module `width` wide does in one product; else none."""
     if module == "qkv_proj":
         query, key = (n * config.head_dim for n in (config.num_query_heads, config.num_key_value_heads))
         return {"q_proj": query, "k_proj": key, "v_proj": key}
     if module == "gate_up_proj":
-        return {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        return {"gate_proj": width // 2, "up_proj": width // 2}
     return {}
 
 
