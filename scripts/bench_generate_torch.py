@@ -370,6 +370,8 @@ def floor(bench: Bench, kind: str, batch: int, length: int) -> float:
 
 
 PROFILED = 3  # steps
+# What is cheap to measure first; compiling takes about a minute per batch size.
+WAYS = ("int2-eager", "int2-graph", "int2-compiled", "bf16-graph", "bf16-eager", "bf16-compiled")
 
 
 class Clock:
@@ -585,8 +587,8 @@ def fewer_layers(config: Qwen3Config, layers: int) -> Qwen3Config:
     return Qwen3Config(**values)
 
 
-def decode(bench: Bench, cases: list[tuple[int, int]], steps: int, seconds: float) -> None:
-    """All kinds of caches at every batch and length."""
+def decode(bench: Bench, cases: list[tuple[int, int]], ways: list[str], steps: int, seconds: float) -> None:
+    """All kinds of caches, or those named in `ways`, at every batch and length."""
     room = WARM + steps + PROFILED + 3
     longest = max(length for _, length in cases)
 
@@ -629,11 +631,11 @@ def decode(bench: Bench, cases: list[tuple[int, int]], steps: int, seconds: floa
     for case in cases:
         if figures := VLLM.get(case):
             bench.add(Row("decode", "vLLM 0.21 bf16, 2026-11-30", *case, figures[0]))
-    ours_first = (int2("compiled"), int2("eager"), int2("graph"))
-    for ways in (ours_first, (bf16("graph"), bf16("eager")), (bf16("compiled"),)):
+    makers = {"int2": int2, "bf16": bf16}
+    for group in (WAYS[:3], WAYS[3:5], WAYS[5:]):
         for case in cases:
-            for way in ways:
-                way(*case)
+            for kind, way in (name.split("-") for name in group if name in ways):
+                makers[kind](way)(*case)
 
 
 def prefill(bench: Bench, cases: list[tuple[int, int]], seconds: float) -> None:
@@ -688,6 +690,8 @@ def main() -> None:
     parser.add_argument("--throughput", action="store_true", help="only throughput at equal memory")
     parser.add_argument("--prefill-only", action="store_true", help="no decode")
     parser.add_argument("--decode-only", action="store_true", help="no prefill")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of decode, default {','.join(WAYS)}")
+    parser.add_argument("--cases", help="batch x tokens, as 1x32768,8x32768")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--steps", type=int, default=12, help="steps that are timed")
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
@@ -709,11 +713,12 @@ def main() -> None:
         return
     short, long = (512, 1024) if arguments.tiny else (32_768, 98_304)
     quick = [(1, short), (8, short), (1, long)]
+    named = arguments.cases and [tuple(map(int, case.split("x"))) for case in arguments.cases.split(",")]
     if not arguments.prefill_only:
-        cases = quick if arguments.quick else [*quick, (8, long)]
-        decode(bench, cases, arguments.steps, arguments.seconds)
+        cases = named or (quick if arguments.quick else [*quick, (8, long)])
+        decode(bench, cases, arguments.ways.split(","), arguments.steps, arguments.seconds)
     if not arguments.decode_only:
-        cases = [(1, short)] if arguments.quick else [(1, short), (1, long), (8, short)]
+        cases = named or ([(1, short)] if arguments.quick else [(1, short), (1, long), (8, short)])
         prefill(bench, cases, arguments.seconds)
 
 

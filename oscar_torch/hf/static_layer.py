@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import append_rows
 from ..core import cache_format as fmt
 from ..core.errors import CacheFullError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import LayerCache
-from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, request_mask
+from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, _tokens_first, request_mask
 from .pieces import attend_in_pieces
 from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
 
@@ -64,6 +65,7 @@ class Ledger:
         self.before: list[int] = []  # lengths before the prompt that the layers are working on
         self._expected = False  # whether the step to come is in `columns` already
         self._counted: tuple[Tensor, list[int]] | None = None
+        self._mark: tuple[int, list[int], list[int | Tensor | Columns]] | None = None
 
     def begin(self, lengths: Tensor) -> None:
         """Takes the lengths of an empty leading layer."""
@@ -128,14 +130,17 @@ class Ledger:
         if max(after) > self.max_length:
             raise CacheFullError(f"a sequence would have {max(after)} tokens, max_length = {self.max_length}")
 
-    def count_prompt(self, counts: list[int], chunk: int | Tensor) -> None:
-        """Counts a prompt of `counts` tokens per sequence; CacheFullError before anything changes."""
-        assert self.device_columns is not None
+    def require(self, counts: list[int]) -> None:
+        """Raises CacheFullError unless there is room for `counts` more tokens."""
         self.refresh()
+        self._require([length + count for length, count in zip(self.read_lengths, counts)])
+
+    def count_prompt(self, counts: list[int], chunk: int | Tensor) -> None:
+        """Counts a prompt of `counts` tokens per sequence; the ledger is fresh and there is room."""
+        assert self.device_columns is not None
         after = [length + count for length, count in zip(self.read_lengths, counts)]
-        self._require(after)
         columns = chunk if isinstance(chunk, int) else chunk.shape[1]
-        self.before, self.read_lengths = self.read_lengths, after
+        self.read_lengths = after
         self.read_columns += columns
         self.columns = self.read_columns
         self.device_columns.add_(columns)
@@ -149,6 +154,18 @@ class Ledger:
                 f"attention mask of {total} columns, expected {self.columns + new}: "
                 f"{self.columns} in the cache and {new} new"
             )
+
+    def mark(self) -> None:
+        """Keeps the present state for `go_back`."""
+        self.refresh()
+        self._mark = self.columns, list(self.read_lengths), list(self.chunks)
+
+    def go_back(self) -> None:
+        """Makes the marked state the present one; the layers have put their lengths back."""
+        assert self._mark is not None and self.device_columns is not None
+        self.columns, lengths, chunks = self._mark
+        self.read_columns, self.read_lengths, self.chunks = self.columns, list(lengths), list(chunks)
+        self.device_columns.fill_(self.columns)
 
     def tokens_in_last(self, columns: int) -> list[int]:
         """How many of each sequence's last columns are tokens; the ledger is fresh."""
@@ -225,8 +242,6 @@ class StaticLayer(OscarLayer):
     `ledger` is the cache's; the layer that is `leading` counts columns for all of them.
     """
 
-    is_compileable = True
-
     def __init__(self, *args: Any, ledger: Ledger, leading: bool, **options: Any) -> None:
         self.ledger = ledger
         self.leading = leading
@@ -269,6 +284,12 @@ class StaticLayer(OscarLayer):
 
     # What transformers asks of a cache layer.
 
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether steps may be compiled: not while rows are recorded, which the host does."""
+        return not self.record_past
+
+    @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates an empty store for key_states [B, K, T, D]; raises ShapeError for another geometry."""
         self._check_geometry(key_states, value_states)
@@ -348,23 +369,67 @@ class StaticLayer(OscarLayer):
             raise ShapeError(f"a batch of {batch} for a cache of {self.batch_size} sequences")
         if real is not None and tuple(real.shape) != (batch, columns):
             raise ShapeError(f"the padding mask is {tuple(real.shape)}, expected {(batch, columns)}")
-        if columns == 1:
+        if columns == 1 and not self.record_past:
             rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             return self.step(*rows, real, **options)
-        counts = [columns] * batch if real is None else self.ledger.counts(real)
         if self.leading:
-            self.ledger.count_prompt(counts, columns if real is None else real)
-        assert self.store is not None
+            self.ledger.require([columns] * batch if real is None else self.ledger.counts(real))
+        prompt, outputs = columns - self._draft_columns(columns), []
+        for part, attend in (
+            (slice(0, prompt), self._attend_prompt),
+            (slice(prompt, columns), self._attend_drafts),
+        ):
+            if part.start < part.stop:
+                mask = real if real is None or prompt == columns else real[:, part]
+                outputs.append(attend(query[:, part], key[:, part], value[:, part], mask, **options))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if self.observer is not None:
+            self.observer(query, key, value, out)
+        return out
+
+    def _attend_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
+        """`attend` for columns that nobody takes back."""
+        assert self.store is not None and self.state is not None
+        self._forget()
+        counts = [query.shape[1]] * query.shape[0] if real is None else self.ledger.counts(real)
+        if self.leading:
+            self.ledger.before = self.ledger.read_lengths
+            self.ledger.count_prompt(counts, query.shape[1] if real is None else real)
         out = attend_in_pieces(
             query, key, value, real, counts=counts, lengths=self.ledger.before, store=self.store,
             rotation=self.rotation, prefill_chunk=self.prefill_chunk,
             sliding_window=self.sliding_window, implementation=self.implementation, **options,
         )  # fmt: skip
-        if self.state is not None and self.state.reached is not None and self.store is not None:
+        if self.state.reached is not None:
             torch.maximum(self.state.reached, self.store.lengths, out=self.state.reached)
-        if self.observer is not None:
-            self.observer(query, key, value, out)
         return out
+
+    def _attend_drafts(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
+        """`attend` for columns that may be taken back: one by one, as decoding would see them."""
+        assert self.store is not None and self.state is not None
+        batch, columns = query.shape[:2]
+        if self._snapshot is None:
+            self._snapshot = {name: getattr(self.store, name).clone() for name in self._mutable()}
+            if self.leading:
+                self.ledger.mark()
+        counts = [columns] * batch if real is None else real.sum(dim=1).tolist()
+        if self.leading:
+            self.ledger.count_prompt(counts, columns if real is None else real)
+        outputs = []
+        for t in range(columns):
+            q, k, v = (x[:, t : t + 1].transpose(1, 2) for x in (query, key, value))
+            new_lengths = self._ones() if real is None else real[:, t].to(torch.int32)
+            out = decode_step(
+                q, k, v, new_lengths, self.state, sliding_window=self.sliding_window,
+                implementation=self.implementation, **options,
+            )  # fmt: skip
+            outputs.append(out if real is None else out * real[:, t, None, None, None])
+        self._recorded.append((key, value, real))
+        return torch.cat(outputs, dim=1)
 
     def step(
         self,
@@ -386,6 +451,10 @@ class StaticLayer(OscarLayer):
         assert ledger.ones is not None and ledger.device_columns is not None
         if query.shape[0] != layout.batch:
             raise ShapeError(f"a batch of {query.shape[0]} for a cache of {layout.batch} sequences")
+        if self.record_past:  # no compiler is tracing then
+            columns = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            options = {"softmax_scale": softmax_scale, "sink_logits": sink_logits}
+            return self.attend(*columns, None if real is None else real.to(torch.bool), **options)
         new_lengths = ledger.ones if real is None else real.reshape(layout.batch).to(torch.int32)
         if torch.compiler.is_compiling():
             if self.leading:
@@ -403,9 +472,6 @@ class StaticLayer(OscarLayer):
 
     # Taking back, other batches.
 
-    def activate_past_recording(self, prompt_columns: int = 0) -> None:
-        """Nothing is recorded: a crop reaches as far as the BF16 rows do."""
-
     def removable(self, tokens_to_remove: int) -> Removal:
         """What `crop(tokens_to_remove)` takes away; raises, without changing anything, if it cannot."""
         if self.leading:
@@ -415,14 +481,22 @@ class StaticLayer(OscarLayer):
             tokens_to_remove = -max(0, self.ledger.columns - tokens_to_remove)
         columns = min(-tokens_to_remove, self.ledger.columns)
         tokens = self.ledger.tokens_in_last(columns)
-        if self.store is not None and any(tokens) and (refusal := self._refusal(tokens)) is not None:
+        refusal = self._refusal(tokens) if self.store is not None and any(tokens) else None
+        if refusal is not None and columns > sum(key.shape[1] for key, _, _ in self._recorded):
             raise QuantizedTokensError(refusal)
-        return Removal(columns, tokens, by_replay=False)
+        return Removal(columns, tokens, by_replay=refusal is not None)
 
+    @torch.inference_mode(False)
     def remove(self, removal: Removal) -> None:
         """Executes a removal."""
-        if not removal.columns or self.store is None:
-            return
+        if removal.by_replay:
+            self._replay(removal.columns)
+        elif removal.columns and self.store is not None:
+            self._cut(removal)
+        self._forget()
+
+    def _cut(self, removal: Removal) -> None:
+        assert self.store is not None
         if self.leading:
             self.ledger.drop(removal.columns, removal.tokens)
         self.store.lengths -= _int32(removal.tokens, self.store.lengths.device)
@@ -431,6 +505,32 @@ class StaticLayer(OscarLayer):
             history = ((self.store.lengths - windows) // fmt.PAGE_TOKENS).clamp(min=0)
             self.store.history_pages.copy_(history)
 
+    def _replay(self, columns: int) -> None:
+        """Goes back to the snapshot and stores again the recorded columns except the last `columns`."""
+        assert self._snapshot is not None and self.store is not None and self.state is not None
+        for name, array in self._snapshot.items():
+            getattr(self.store, name).copy_(array)
+        if self.leading:
+            self.ledger.go_back()
+        keep = sum(key.shape[1] for key, _, _ in self._recorded) - columns
+        for key, value, real in self._recorded:
+            size = min(keep, key.shape[1])
+            keep -= size
+            if not size:
+                break
+            part = None if real is None else real[:, :size]
+            counts = [size] * self.batch_size if part is None else part.sum(dim=1).tolist()
+            if self.leading:
+                self.ledger.count_prompt(counts, size if part is None else part)
+            key, value = _tokens_first(key[:, :size], part), _tokens_first(value[:, :size], part)
+            append_rows(
+                self.store, self.rotation, key, value, _int32(counts, key.device),
+                implementation=self.implementation, check=False,
+            )  # fmt: skip
+        if self.state.reached is not None:  # never less than before: what the ring lost stays lost
+            torch.maximum(self.state.reached, self.store.lengths, out=self.state.reached)
+
+    @torch.inference_mode(False)
     def select(self, indices: Tensor) -> None:
         """Makes the batch the sequences `indices`, repeated or left out as given; all pages are copied."""
         if self.state is None or self.layout is None:
@@ -454,10 +554,12 @@ class StaticLayer(OscarLayer):
                     getattr(self.state.store, name)[1:].copy_(getattr(store, name)[pages])
         if self.leading:
             self.ledger.select(indices.tolist(), self.state.store.lengths)
+        self._forget()
 
     def copy(self, ledger: Ledger | None = None) -> "StaticLayer":
         """An independent layer of the same content that counts in `ledger`, default a copy of its own."""
         twin = copy.copy(self)
+        twin._forget()
         twin.ledger = self.ledger.copy() if ledger is None else ledger
         if self.buffer is not None and self.layout is not None:
             twin.buffer = pin(self.buffer.clone())

@@ -17,14 +17,19 @@ tf = pytest.importorskip("transformers")
 from oscar_torch.core.errors import CacheFullError, ShapeError  # noqa: E402
 from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.hf import OscarCache, static_state  # noqa: E402
+from oscar_torch.hf.static_layer import Ledger, StaticLayer  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
+    GEOMETRY,
     assert_same,
+    feed,
     generate,
+    hadamard_layer,
     left_padded,
     make_cache,
     make_model,
     make_rotations,
     prompts,
+    random_rows,
     stored,
     with_cache,
 )
@@ -272,3 +277,49 @@ def test_the_documented_lines_run():
     assert variables["output"].shape == (1, 150 + 256)
     assert variables["cache"].layers[0].store.history_pages.tolist() == [1]
     assert variables["cache"].is_compileable
+
+
+def test_prompt_lookup_rolls_back():
+    """[10] Drafts are taken back across a page flush; while rows are recorded nothing is compiled."""
+    model = make_model("gemma3")
+    (short,) = prompts(12)
+    long = short.repeat(1, 31)  # 372 tokens: the first flush comes while drafting
+    caches = [make_cache(model), make_cache(model, max_length=500)]
+    options = {"prompt_lookup_num_tokens": 3, "output_logits": False}
+    found = [generate(model, long, cache, 30, **options).sequences for cache in caches]
+    assert torch.equal(*found)
+    assert_equal_caches(*caches)
+    assert int(caches[1].get_seq_length()) == caches[0].get_seq_length() == found[0].shape[1] - 1
+    assert not caches[1].is_compileable
+
+
+def static_layer(window):
+    rotation = None if window else hadamard_layer(16, 2)
+    return StaticLayer(
+        0, GEOMETRY, rotation, sliding_window=window, max_length=600, ledger=Ledger(600), leading=True
+    )
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kept", [0, 1, 5, 9])
+def test_recorded_rows_are_taken_back_across_a_page(window, kept):
+    """Steps and short prompts after `activate_past_recording`, with padding among them."""
+    layer, expected = static_layer(window), static_layer(window)
+    rows, draft = random_rows(2, 380), random_rows(2, 9, seed=1)
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, :3] = False
+    feed(layer, rows)
+    feed(expected, rows)
+    layer.activate_past_recording()
+    for step in (slice(0, 6), slice(6, 7), slice(7, 9)):
+        feed(layer, draft[:, step], real[:, step])
+    layer.crop(-(9 - kept))
+    if kept:
+        feed(expected, draft[:, :kept], real[:, :kept])
+    assert layer.lengths == expected.lengths == [380 + kept, 380 + max(0, kept - 3)]
+    for b in range(2):
+        assert_same(stored(layer, b), stored(expected, b))
+    layer.deactivate_past_recording()
+    more = random_rows(2, 70, seed=2)
+    assert torch.equal(feed(layer, more), feed(expected, more))
+    assert int(layer.get_seq_length()) == 380 + kept + 70
