@@ -428,7 +428,8 @@ def _consumer(
     gl.store(given.sums_ptr + (gl.expand_dims(place * D, 1) + gl.expand_dims(channel, 0)), acc, mask=mask)
 
 
-@gluon.jit
+# An argument that is 1 would be a constant, and the aggregates take tensors.
+@gluon.jit(do_not_specialize=["tokens", "pieces", "sliding_window"])
 def _history_kernel(
     query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, pieces,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, value_scale_pair_ptr, key_page_mean_ptr,
