@@ -70,6 +70,8 @@ def calibrate(
         raise ConfigError(f"save-every = {save_every}, allowed: >= 1")
     for source in texts:
         streams.check_source(source)
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)  # before anything expensive: a file may stand there
     subject = load_subject(model, dtype)
     config = subject.config
     layers = subject.int2_layers(all_layers=all_layers)
@@ -110,8 +112,6 @@ def calibrate(
         created=about["created"],
         extra={FINGERPRINT_FIELD: config.fingerprint, "document_digests": about["document_digests"]},
     )
-    out = pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     state_path = out / running_sums.STATE_FILE
     if restart:
         state_path.unlink(missing_ok=True)

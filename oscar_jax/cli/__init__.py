@@ -1,5 +1,6 @@
 """The command line `oscar`: grammar and printing; every command calls one function of the library."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (2 for every error the user can cause)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode is no reason to stop
     try:
         arguments = build_parser().parse_args(argv)
         arguments.run(arguments)

@@ -103,12 +103,10 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> None:
     """`oscar generate`: continues prompts; one is shown token by token, several when they are done."""
+    from ..evaluation.streams import read_text
+
     prompts = list(arguments.prompt or [])
-    for name in arguments.prompt_file or []:
-        try:
-            prompts.append(pathlib.Path(name).read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ConfigError(f"prompt file {name} is not UTF-8 text") from None
+    prompts += [read_text(pathlib.Path(name)) for name in arguments.prompt_file or []]
     if not prompts:
         raise ConfigError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
     kind = arguments.cache or ("int2" if arguments.rotations else "bf16")

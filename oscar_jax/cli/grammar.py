@@ -91,9 +91,20 @@ class _Parser(argparse.ArgumentParser):
 
     def number(self, flag: str, default: int | float | None, meaning: str) -> None:
         """An option with a number, of the default's type."""
-        kind, metavar = (float, "X") if isinstance(default, float) else (int, "N")
+        kind, metavar = (float, "X") if isinstance(default, float) else (_integer, "N")
         shown = meaning if default is None else f"{meaning} (default %(default)s)"
         self.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
+
+
+def _integer(text: str) -> int:
+    """An int that fits what devices count with."""
+    value = int(text)
+    if abs(value) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is out of range, allowed: below 2**31")
+    return value
+
+
+_integer.__name__ = "int"  # argparse shows it
 
 
 class _Version(argparse.Action):

@@ -33,6 +33,8 @@ from .stepper import JUDGED_ROWS, Method, Runner, layer_error, make_runner, meth
 from .streams import TextError, TokenStream, check_source, read_stream
 from .subject import Progress, Subject, default_chunk, load_subject, no_progress
 
+HISTORY = "at decode granularity: each query reads from INT2 what it would in decoding token by token"
+LEAST_SHARE = 0.5  # of the tokens read at judged positions; below it the figures say little
 PROBES = 256  # query positions at which attention itself is compared
 
 
@@ -74,12 +76,19 @@ def evaluate(
     """
     if not texts:
         raise ConfigError("--text is needed (without it only --needle works)")
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)  # before anything expensive: a file may stand there
     question = _prepare(model, texts, rotations, context, methods, every, chunk, field, all_layers, dtype)
     config = question.subject.config
     sequences = [with_bos(stream, context, config) for stream in question.streams]
     for stream in question.streams:
         if is_calibration_text(stream, question.rotation_set):
             warn(f"{stream.label} is part of the calibration text; its figures flatter int2")
+    if (share := question.about["int2_share"]) < LEAST_SHARE:
+        warn(
+            f"only {100 * share:.0f} % of the tokens read at the judged positions come from INT2 pages; "
+            "a longer --context shows more of the error"
+        )
     runner = make_runner(question.subject.model, config)
     results: list[StreamResult] = []
     document: dict[str, Any] = {}
@@ -97,7 +106,7 @@ def evaluate(
         results.append(result)
         # Saved after every text, so that an interrupted run keeps what it has measured.
         document = evaluation_document(results, question.methods, question.about)
-        save_evaluation(document, results, question.methods, pathlib.Path(out))
+        save_evaluation(document, results, question.methods, out)
     return document
 
 
@@ -125,10 +134,10 @@ def evaluate_needles(
     for name, value in (("needles", planted), ("trials", trials)):
         if value < 1:
             raise ConfigError(f"{name} = {value}, allowed: >= 1")
-    question = _prepare(model, texts, rotations, context, methods, 1, chunk, field, all_layers, dtype)
-    subject, chunk = question.subject, question.chunk
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    question = _prepare(model, texts, rotations, context, methods, 1, chunk, field, all_layers, dtype)
+    subject, chunk = question.subject, question.chunk
 
     def save(document: dict[str, Any]) -> None:
         document = question.about | document
@@ -194,6 +203,8 @@ def _prepare(
         recent_tokens=geometry.recent_tokens,
         quantized_layers=list(layers),
         rotations=describe_rotations(rotation_set),
+        history=HISTORY,
+        int2_share=int2_share(judged_positions(context, every, geometry), geometry),
     )
     return _Question(subject, layers, resolved, streams, rotation_set, chunk, about)
 
@@ -203,6 +214,12 @@ def judged_positions(context: int, every: int, config: CacheConfig) -> np.ndarra
     first = config.sink_tokens + config.recent_tokens + fmt.PAGE_TOKENS
     positions = np.arange(first, context - 1, dtype=np.int32)
     return positions[positions % every == 0]
+
+
+def int2_share(positions: np.ndarray, config: CacheConfig) -> float:
+    """Mean share of the tokens read at `positions` that come from INT2 pages, in a layer without a window."""
+    pages = np.asarray([config.history_pages(int(position) + 1) for position in positions])
+    return float(np.mean(fmt.PAGE_TOKENS * pages / (positions + 1)))
 
 
 def evaluate_stream(

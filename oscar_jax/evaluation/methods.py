@@ -112,7 +112,13 @@ def parse_basis(name: str) -> tuple[str, float, int]:
         damping, alpha = [float(number) for number in numbers] + DEFAULT_BASIS_NUMBERS[len(numbers) :]
     except ValueError:
         raise ConfigError(f"method {name!r}: expected int2:BASIS@DAMPING@ALPHA with numbers") from None
-    return basis, damping, round(alpha * (1 << fmt.MULTIPLIER_BITS))
+    if not 0.0 <= damping <= 1.0:
+        raise ConfigError(f"method {name!r}: damping = {damping!r}, allowed: 0..1")
+    one = 1 << fmt.MULTIPLIER_BITS
+    if not 1 <= alpha * one < fmt.MULTIPLIER_LIMIT - 0.5:
+        most = (fmt.MULTIPLIER_LIMIT - 1) / one
+        raise ConfigError(f"method {name!r}: alpha = {alpha!r}, allowed: {1 / one}..{most}")
+    return basis, damping, round(alpha * one)
 
 
 def published_recipe(statistics: Any) -> fidelity.AsymmetricRecipe:

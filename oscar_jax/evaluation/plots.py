@@ -1,11 +1,39 @@
 """Figures of the calibration and evaluation reports: PNG through matplotlib, imported only here."""
 
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 DPI = 110
+MOST_TICKS = 24
+# One colour per method in every figure; other methods get one of the rest by their name alone.
+COLORS = {
+    "bf16": "tab:gray",
+    "int2": "tab:blue",
+    "published": "tab:red",
+    "hadamard": "tab:orange",
+    "naive": "tab:brown",
+    "int2:channel_balanced": "tab:cyan",
+    "int2:balanced": "tab:green",
+    "int2:oscar": "tab:purple",
+    "int2:hadamard": "tab:pink",
+    "int2:identity": "tab:olive",
+}
+OTHER_COLORS = ("navy", "teal", "darkgoldenrod", "indigo", "darkgreen", "maroon", "black", "slateblue")
+
+
+def method_color(method: str) -> str:
+    """The colour of a method, the same in every figure."""
+    return COLORS.get(method) or OTHER_COLORS[zlib.crc32(method.encode()) % len(OTHER_COLORS)]
+
+
+def _legend_beside(axis: Any) -> None:
+    """The legend to the right of the axes, where no data is."""
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2):
@@ -41,7 +69,7 @@ def save_eigenvalue_plot(
         axis.set_ylabel("share of the variance")
         axis.grid(alpha=0.3)
         if len(spectra) <= 12:
-            axis.legend(fontsize=7)
+            _legend_beside(axis)
     return _save(figure, path)
 
 
@@ -62,7 +90,7 @@ def save_outlier_plot(
         axis.set_ylabel("standard deviation / mean")
         axis.grid(alpha=0.3)
         if len(channels) <= 12:
-            axis.legend(fontsize=7)
+            _legend_beside(axis)
     low = min(axis.get_ylim()[0] for axis in axes)
     high = max(axis.get_ylim()[1] for axis in axes)
     for axis in axes:
@@ -73,15 +101,19 @@ def save_outlier_plot(
 def save_layer_error_plot(
     path: pathlib.Path, errors: Mapping[str, Mapping[int, float]], ylabel: str, title: str
 ) -> pathlib.Path:
-    """One line per method: layer → error."""
+    """One line per method: layer → error; ticks at the layers measured."""
     figure, axes = _new_figure()
     for method, by_layer in errors.items():
-        axes[0].semilogy(list(by_layer), [max(v, 1e-9) for v in by_layer.values()], "o-", label=method, ms=3)
+        values = [max(value, 1e-9) for value in by_layer.values()]
+        axes[0].semilogy(list(by_layer), values, "o-", label=method, ms=3, color=method_color(method))
+    layers = sorted({layer for by_layer in errors.values() for layer in by_layer})
+    if len(layers) <= MOST_TICKS:
+        axes[0].set_xticks(layers)
     axes[0].set_xlabel("layer")
-    axes[0].set_ylabel(ylabel)
-    axes[0].set_title(title)
+    axes[0].set_ylabel(f"{ylabel} (lower is better)")
+    axes[0].set_title(title, fontsize=9)
     axes[0].grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    _legend_beside(axes[0])
     return _save(figure, path)
 
 
@@ -91,21 +123,43 @@ def save_evaluation_plot(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
     title: str,
 ) -> pathlib.Path:
-    """Bars of mean KL to BF16, and KL over the position; curves: method → (positions, mean KL in bins)."""
+    """Mean KL to BF16 per method, and KL over the position; curves: method → (positions, mean KL in bins).
+
+    A logarithmic axis has no zero for bars to stand on: the means are points at the end of a line from the
+    best method, so that what one sees is how many times worse the others are.
+    """
     figure, axes = _new_figure(2)
     shown = [row for row in methods if row["kl_mean"] > 0]
-    bars = axes[0].barh([row["method"] for row in shown], [row["kl_mean"] for row in shown], color="tab:blue")
-    axes[0].bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
-    axes[0].set_xscale("log")
-    axes[0].margins(x=0.2)
-    axes[0].invert_yaxis()
-    axes[0].set_xlabel("mean KL(BF16 || method), nats")
-    axes[0].set_title(title)
+    if shown:
+        best = min(row["kl_mean"] for row in shown)
+        for place, row in enumerate(shown):
+            color, value = method_color(row["method"]), row["kl_mean"]
+            axes[0].plot([best, value], [place, place], "-", color=color, linewidth=2)
+            axes[0].plot([value], [place], "o", color=color)
+            times = "" if value == best else f"  ({value / best:.3g} ×)"
+            axes[0].annotate(
+                f"{value:.3g}{times}", (value, place), xytext=(0, 6), textcoords="offset points", fontsize=8,
+                ha="center",
+            )  # fmt: skip
+        axes[0].set_xscale("log")
+        axes[0].axvline(best, color="0.7", linewidth=0.8)
+        axes[0].set_yticks(range(len(shown)), [row["method"] for row in shown])
+        axes[0].set_ylim(len(shown) - 0.5, -0.7)
+        axes[0].margins(x=0.2)
+    axes[0].set_xlabel("mean KL(BF16 || method), nats (lower is better)")
+    figure.suptitle(title, fontsize=9)
     for method, (positions, values) in curves.items():
         if np.any(values > 0):
-            axes[1].semilogy(positions, np.maximum(values, 1e-9), "o-", ms=2, linewidth=1, label=method)
+            axes[1].semilogy(
+                positions, np.maximum(values, 1e-9), "o-", ms=2, linewidth=1, label=method,
+                color=method_color(method),
+            )  # fmt: skip
+    if curves:
+        ends = [positions for positions, _ in curves.values() if len(positions)]
+        if ends:
+            axes[1].set_xticks(np.unique(np.linspace(ends[0][0], ends[0][-1], 5).round().astype(int)))
     axes[1].set_xlabel("position")
-    axes[1].set_ylabel("mean KL, nats")
+    axes[1].set_ylabel("mean KL, nats (lower is better)")
     axes[1].grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
+    _legend_beside(axes[1])
     return _save(figure, path)

@@ -115,10 +115,12 @@ def markdown_report(document: Mapping[str, Any]) -> str:
     lines = [
         f"# Evaluation of {document['model']}",
         "",
-        f"Context {document['context']} tokens, {document['dtype']} model, chunks of {document['chunk']}, "
+        f"Context {document['context']} tokens, {document['dtype']} model, "
         f"every {document['every']}. position; sink {document['sink_tokens']}, recent "
         f"{document['recent_tokens']} tokens in BF16. Quantized in every method: "
         f"{len(quantized)} of {total} layers ({short_list(quantized)}).",
+        f"History read {document['history']}; {100 * document['int2_share']:.0f} % of the tokens read at the "
+        "judged positions come from INT2 pages.",
         f"Rotation set: {document['rotations'] or 'none'}. Device: {document['device']}.",
         "",
         "## All texts",
@@ -189,7 +191,7 @@ def save_evaluation(
     (directory / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     (directory / "evaluation.md").write_text(markdown_report(document))
     curves = {method.name: _kl_curve(results, method.name) for method in methods}
-    title = f"{document['model']}, {document['context']} tokens"
+    title = f"{document['model']}, {document['context']} tokens, {document['device']}"
     plots.save_evaluation_plot(directory / "evaluation.png", document["methods"], curves, title)
     errors = {
         row["method"]: {int(layer): cell["kl"] for layer, cell in row["layers"].items()}

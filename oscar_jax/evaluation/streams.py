@@ -6,6 +6,7 @@ digest of exactly the text it was made from and the digests of its documents, so
 text and `oscar evaluate` can notice that it is asked to judge on the calibration text.
 """
 
+import codecs
 import dataclasses
 import glob
 import hashlib
@@ -25,6 +26,10 @@ STANDARD_INPUT = "-"
 
 class TextError(OscarError):
     """A text cannot be found, decoded or is too short."""
+
+
+class NotTextError(TextError):
+    """A file is not UTF-8 text at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,45 +87,66 @@ def _directory_documents(path: pathlib.Path, field: str | None) -> Iterator[tupl
             continue
         try:
             documents = list(_file_documents(file, field))
-        except TextError:  # a directory may hold pictures and archives; a file named by the user may not
+        except NotTextError:  # a directory may hold pictures and archives; a file named by the user may not
             continue
-        found = found or bool(documents)
+        found = found or any(text.strip() for _, text in documents)
         yield from documents
     if not found:
         raise TextError(f"directory {path} holds no readable UTF-8 text")
 
 
 def _file_documents(path: pathlib.Path, field: str | None) -> Iterator[tuple[str, str]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TextError(f"text file {path} cannot be read: {error.strerror}") from None
-    text = _decode(data, str(path))
-    if path.suffix != ".jsonl":
+    text = read_text(path)
+    if path.suffix.lower() != ".jsonl":
         yield str(path), text
         return
     if field is None:
         raise TextError(f"{path} is JSON lines: name the field that holds the text (--field)")
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines: it also cuts at characters that may stand inside a JSON string, such as U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TextError(f"{path} line {number} is not JSON: {error.msg}") from None
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            raise TextError(f"{path} line {number} has no text field {field!r}")
-        yield f"{path}:{number}", record[field]
+        except (ValueError, RecursionError) as error:  # also numbers and nesting beyond Python's limits
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise TextError(f"{path} line {number} is not JSON: {reason}") from None
+        if not isinstance(record, dict):
+            raise TextError(f"{path} line {number} is a JSON {type(record).__name__}, expected an object")
+        if not isinstance(record.get(field), str):
+            names = ", ".join(name for name, value in record.items() if isinstance(value, str))
+            raise TextError(f"{path} line {number} has no text field {field!r}, it has: {names or 'none'}")
+        try:
+            record[field].encode()
+        except UnicodeEncodeError:
+            raise TextError(f"{path} line {number}: field {field!r} holds half a surrogate pair") from None
+        yield f"{path}:{number}", _with_plain_line_ends(record[field])
+
+
+def read_text(path: pathlib.Path) -> str:
+    """A UTF-8 file without its byte-order mark, lines ending in "\\n"; TextError if it is something else."""
+    try:
+        return _decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise TextError(f"text file {path} cannot be read: {error.strerror}") from None
 
 
 def _decode(data: bytes, name: str) -> str:
+    """The same text for the same characters: no byte-order mark, and one kind of line end."""
+    for encoding, mark in (("UTF-32", codecs.BOM_UTF32_LE), ("UTF-16", codecs.BOM_UTF16_LE)):
+        if data.startswith((mark, mark[::-1])):
+            raise NotTextError(f"{name} is not UTF-8 text, it looks like {encoding}: save it as UTF-8")
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TextError(f"{name} is not UTF-8 text (byte {error.start}): unreadable as text") from None
+        raise NotTextError(f"{name} is not UTF-8 text (byte {error.start}): unreadable as text") from None
     if "\0" in text:
-        raise TextError(f"{name} is binary (it contains NUL bytes): unreadable as text")
-    return text
+        raise NotTextError(f"{name} is binary (it contains NUL bytes): unreadable as text")
+    return _with_plain_line_ends(text)
+
+
+def _with_plain_line_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_stream(

@@ -76,6 +76,16 @@ class TestText:
             ("x.jsonl", b'{"a": "b"}', None, "--field"),
             ("x.jsonl", b'{"a": 1}', "a", "no text field 'a'"),
             ("x.jsonl", b"{", "a", "line 1 is not JSON"),
+            ("x.jsonl", b"[" * 100_000, "a", "line 1 is not JSON"),
+            ("x.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "a", "line 1 is not JSON"),
+            ("x.jsonl", b'{"a": "b"}\n["c"]', "a", "line 2 is a JSON list"),
+            ("x.jsonl", b'{"b": "c", "d": "e", "f": 1}', "a", "no text field 'a', it has: b, d$"),
+            ("x.jsonl", rb'{"a": "\ud800"}', "a", "half a surrogate pair"),
+            ("X.JSONL", b'{"a": "b"}', None, "--field"),
+            ("x.txt", "text".encode("utf-16"), None, "looks like UTF-16: save it as UTF-8"),
+            ("x.txt", "text".encode("utf-32"), None, "looks like UTF-32"),
+            ("x.txt", b"\xef\xbb\xbf", None, "is empty"),
+            ("x.txt", b"", None, "is empty"),
             ("x.txt", b"  \n", None, "is empty"),
         ],
     )
@@ -85,6 +95,34 @@ class TestText:
         (tmp_path / name).write_bytes(body)
         with pytest.raises(streams.TextError, match=message):
             streams.read_stream([str(tmp_path / name)], letters, 10, field)
+
+    def test_marks_and_line_ends_do_not_change_a_text(self, tmp_path: Path) -> None:
+        plain = "one\ntwo\u2028still two\n"
+        for name, body in {
+            "plain": plain.encode(),
+            "mark": b"\xef\xbb\xbf" + plain.encode(),
+            "windows": plain.replace("\n", "\r\n").encode(),
+            "old_mac": plain.replace("\n", "\r").encode(),
+        }.items():
+            (tmp_path / f"{name}.txt").write_bytes(body)
+            assert streams.read_text(tmp_path / f"{name}.txt") == plain, name
+        # A line separator may stand inside a JSON string; it does not end the line.
+        record = b'\xef\xbb\xbf{"a": "one\xe2\x80\xa8two\xc2\x85"}\r\n\r\n{"a": "x\\r\\ny"}'
+        (tmp_path / "x.jsonl").write_bytes(record)
+        found = [text for _, text in streams.iterate_documents(str(tmp_path / "x.jsonl"), "a")]
+        assert found == ["one\u2028two\x85", "x\ny"]
+
+    def test_a_directory_skips_what_is_no_text_but_not_what_is_wrong(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\x00")
+        (tmp_path / "empty.txt").write_bytes(b"\n")
+        with pytest.raises(streams.TextError, match="holds no readable UTF-8 text"):
+            list(streams.iterate_documents(str(tmp_path)))
+        (tmp_path / "b.jsonl").write_text('{"said": "one"}')
+        with pytest.raises(streams.TextError, match=r"b\.jsonl is JSON lines: name the field"):
+            list(streams.iterate_documents(str(tmp_path)))
+        with pytest.raises(streams.TextError, match="no text field 'text', it has: said"):
+            list(streams.iterate_documents(str(tmp_path), "text"))
+        assert [t for _, t in streams.iterate_documents(str(tmp_path), "said") if t.strip()] == ["one"]
 
     def test_a_stream_stops_reading_and_remembers_its_text(self, tmp_path: Path) -> None:
         (tmp_path / "1.txt").write_text("a" * 1000)

@@ -34,6 +34,7 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
     document = json.loads((session / "report" / "evaluation.json").read_text())
     assert [row["method"] for row in document["methods"]] == "bf16 int2 published hadamard naive".split()
     assert document["quantized_layers"] == [0] and document["dtype"] == "float32"
+    assert "only 21 % of the tokens read" in output.err
     assert "one.txt is part of the calibration text" in output.err and "two.txt is" not in output.err
     assert "published" in output.out and "KL mean" in output.out
 
@@ -93,7 +94,32 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"generate {model}": "a prompt is needed",
         f"inspect {session}/nothing": "nothing",
         f"convert {session}/rotations {session}/x.safetensors --to zip": "'zip'",
+        f"{generate} {model} --max-new-tokens 0": "max_new_tokens",
+        f"{generate} {model} --max-new-tokens -5": "max_new_tokens",
+        f"{generate} {model} --seed 99999999999999999999": "out of range",
+        f"{generate} {model} --top-p nan": "top_p = nan",
+        f"{generate} {model} --prompt-file {session}/noise.txt": "noise.txt is not UTF-8",
+        f"{generate} {model} --prompt-file {session}": "Is a directory",
+        f"{calibrate} {model} --damping nan": "damping = nan",
+        f"{calibrate} {model} --chunk 100": "chunk = 100",
+        f"{calibrate} {model} --save-every 0": "save-every = 0",
+        f"calibrate {model} {text} --out {session}/one.txt": "one.txt",
+        f"{evaluate} {model} {text} --every 0 --context 512": "every = 0",
+        f"{evaluate} {model} {text} --chunk 1 --context 512": "chunk = 1",
+        f"{evaluate} {model} {text} --methods ,": "no method was named",
+        f"{evaluate} {model} {text} --methods int2:oscar@nan": "damping = nan",
+        f"{evaluate} {model} --needle --needles 0 --context 512": "needles = 0",
+        f"{evaluate} {model} --needle --trials 0 --context 512": "trials = 0",
+        f"{evaluate} {model} --needle --needles 40 --context 512": "too short for 40",
+        f"evaluate {model} {rotations} {text} --out {session}/one.txt": "one.txt",
+        f"fit {session}/one.txt {out}": "one.txt is not a statistics file",
+        f"fit {session}/nothing {out}": "not a statistics file",
+        f"fit {session}/rotations {out} --basis auto": "'auto'",
+        f"inspect {session}/one.txt": "one.txt",
+        f"inspect {session}/strange": "'mamba'",
+        f"convert {session}/one.txt {session}/y": "one.txt",
         "calibrate": "--model",
+        "": "COMMAND",
         "dance": "dance",
     }
     for words, cause in wrong.items():
@@ -104,6 +130,45 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         assert len(lines) == 1 and error.splitlines()[-1] == lines[0], f"{words}: {error}"
         assert cause in lines[0], f"{words}: {lines[0]}"
         assert "Traceback" not in error
+
+
+def test_random_words_never_end_in_a_traceback(session: Path, capsys: pytest.CaptureFixture) -> None:
+    """Words of the grammar in any order: an exit code, and an error in one line, whatever they are."""
+    import random
+
+    generator = random.Random(0)
+    words = [
+        *COMMANDS,
+        "--model",
+        "--text",
+        "--out",
+        "--rotations",
+        "--tokens",
+        "--context",
+        "--basis",
+        "--to",
+    ]
+    words += ["--needle", "--every", "--methods", "--chunk", "--prompt", "--field", "--damping", "--seed"]
+    values = [
+        str(session / "one.txt"),
+        str(session / "nothing"),
+        str(session / "strange"),
+        "",
+        "-1",
+        "nan",
+        "x",
+    ]
+    for _ in range(300):
+        line = [generator.choice(COMMANDS)]
+        line += [generator.choice(words + values) for _ in range(generator.randrange(6))]
+        try:
+            code = main(line)
+        except SystemExit as stop:  # --help
+            code = stop.code
+        error = capsys.readouterr().err
+        assert code in (0, 2), f"{line}: {code}"
+        if code == 2:
+            assert error.splitlines()[-1].startswith("oscar: error: ") and "Traceback" not in error, line
 
 
 @pytest.mark.parametrize("command", COMMANDS)

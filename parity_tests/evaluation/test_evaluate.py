@@ -13,7 +13,7 @@ import pytest
 from oscar_jax.cache import allocate_layer_cache, append_rows, live_bytes
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
-from oscar_jax.evaluation import fidelity, needles, stepper
+from oscar_jax.evaluation import fidelity, needles, plots, stepper
 from oscar_jax.evaluation import job as evaluation_job
 from oscar_jax.evaluation import methods as evaluation_methods
 from oscar_jax.evaluation import report as evaluation_report
@@ -235,7 +235,8 @@ def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_pa
     methods, found = result
     about = evaluation_job.about_this_run(
         config, "float32", context=CONTEXT, chunk=64, every=3, sink_tokens=64, recent_tokens=256,
-        quantized_layers=list(LAYERS), rotations=None,
+        quantized_layers=list(LAYERS), rotations=None, history=evaluation_job.HISTORY,
+        int2_share=evaluation_job.int2_share(found.positions, config.cache_config()),
     )  # fmt: skip
     document = evaluation_report.evaluation_document([found, found], methods, about)
     evaluation_report.save_evaluation(document, [found, found], methods, tmp_path)
@@ -251,6 +252,7 @@ def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_pa
     )
     assert stored["texts"][0]["positions"] == {"first": 384, "last": 573, "count": len(found.positions)}
     table = (tmp_path / "evaluation.md").read_text()
+    assert "History read at decode granularity" in table and "26 % of the tokens read" in table
     assert "2 of 2 layers (0, 1)" in table and "| naive | 3 |" in table and "0" * 16 in table
     assert (tmp_path / "evaluation.png").stat().st_size > 0 and (tmp_path / "layers.png").stat().st_size > 0
 
@@ -266,6 +268,11 @@ def test_refusals_name_their_cause(tiny: tuple) -> None:
         (lambda: resolve("int3"), ConfigError, "unknown method 'int3'"),
         (lambda: resolve("int2:best"), ConfigError, "basis 'best'"),
         (lambda: resolve("int2:oscar@x"), ConfigError, "with numbers"),
+        (lambda: resolve("int2:oscar@0.1@1.6@3"), ConfigError, "with numbers"),
+        (lambda: resolve("int2:oscar@nan"), ConfigError, "damping = nan"),
+        (lambda: resolve("int2:oscar@2"), ConfigError, "damping = 2.0"),
+        (lambda: resolve("int2:oscar@0.1@inf"), ConfigError, "alpha = inf"),
+        (lambda: resolve("int2:oscar@0.1@2"), ConfigError, "alpha = 2.0"),
         (lambda: resolve("int2", None), ConfigError, "needs --rotations"),
         (lambda: resolve("published", fitted, None), ConfigError, "statistics.safetensors"),
         (lambda: resolve("published"), ConfigError, "lack layer 1"),
@@ -354,3 +361,16 @@ def test_answers_are_greedy_continuations_and_no_question_disturbs_another(tiny:
             decoded.append(int(following))
             following, caches = step(jnp.asarray([[following]]), caches)
         assert decoded == coded
+
+
+def test_the_share_read_from_int2_is_counted_and_a_small_one_warned_of(tiny: tuple) -> None:
+    geometry = tiny[1].cache_config()
+    assert evaluation_job.int2_share(np.asarray([639]), geometry) == 320 / 640
+    assert evaluation_job.int2_share(np.asarray([383, 319]), geometry) == (64 / 384 + 0) / 2
+
+
+def test_a_method_has_one_colour_everywhere() -> None:
+    known = list(plots.COLORS.values())
+    assert len(set(known)) == len(known) and not set(known) & set(plots.OTHER_COLORS)
+    assert plots.method_color("int2") == "tab:blue"
+    assert plots.method_color("int2:oscar@0.3") == plots.method_color("int2:oscar@0.3") in plots.OTHER_COLORS
