@@ -191,13 +191,17 @@ def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[j
     return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
 
 
-def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
+def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None) -> dict[str, int]:
     """Exact bytes of the tokens stored now, against the same tokens in BF16.
 
-    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows), allocated (bytes of all
+    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows; of a layer with a sliding
+    window, which a ring's own is by default, only as many as a BF16 ring keeps), allocated (bytes of all
     arrays), int2_pages, window_pages and tokens. Sequences that share a page count it once.
     """
     lengths = np.asarray(cache.lengths)
+    if sliding_window is None and isinstance(cache, DenseCache):
+        sliding_window = cache.window
+    kept = int((lengths if sliding_window is None else np.minimum(lengths, sliding_window)).sum())
     if isinstance(cache, DenseCache):
         row = 2 * cache.key.shape[2] * cache.key.shape[3] * cache.key.dtype.itemsize
         stored = int(np.minimum(lengths, cache.key.shape[1]).sum()) * row
@@ -207,7 +211,7 @@ def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
             "int2": 0,
             "window": stored,
             "total": stored,
-            "bfloat16": tokens * 2 * cache.key.shape[2] * cache.key.shape[3] * 2,
+            "bfloat16": kept * 2 * cache.key.shape[2] * cache.key.shape[3] * 2,
             "allocated": allocated,
             "int2_pages": 0,
             "window_pages": 0,
@@ -233,7 +237,7 @@ def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
         "int2": int2,
         "window": window,
         "total": int2 + window,
-        "bfloat16": int(lengths.sum()) * heads * head_dim * 4,
+        "bfloat16": kept * heads * head_dim * 4,
         "allocated": sum(a.nbytes for a in arrays),
         "int2_pages": len(int2_pages),
         "window_pages": len(window_pages),

@@ -196,7 +196,7 @@ class Generator:
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             decode_tokens=total - batch,
-            cache_bytes=model_live_bytes(caches),
+            cache_bytes=model_live_bytes(caches, self.config),
         )
         finish = ["eos" if sequence[-1] in self.eos else "length" for sequence in new]
         return Generation(new, finish, statistics, caches)

@@ -195,14 +195,18 @@ def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[T
     return joined(cache.window_key, key_history), joined(cache.window_value, value_history)
 
 
-def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
+def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None) -> dict[str, int]:
     """Exact bytes of the tokens stored now, against the same tokens in BF16.
 
-    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows), allocated (bytes of all
+    Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows; of a layer with a sliding
+    window, which a ring's own is by default, only as many as a BF16 ring keeps), allocated (bytes of all
     arrays), int2_pages, window_pages and tokens. Sequences that share a page count it once.
     """
     lengths = cache.lengths.tolist()
     tokens = sum(lengths)
+    if sliding_window is None and isinstance(cache, DenseCache):
+        sliding_window = cache.window
+    kept = sum(lengths if sliding_window is None else (min(n, sliding_window) for n in lengths))
     if isinstance(cache, DenseCache):
         elements = 2 * cache.key.shape[2] * cache.key.shape[3]
         stored = sum(min(n, cache.key.shape[1]) for n in lengths) * elements * cache.key.element_size()
@@ -210,7 +214,7 @@ def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
             "int2": 0,
             "window": stored,
             "total": stored,
-            "bfloat16": tokens * elements * 2,
+            "bfloat16": kept * elements * 2,
             "allocated": cache.key.nbytes + cache.value.nbytes,
             "int2_pages": 0,
             "window_pages": 0,
@@ -234,7 +238,7 @@ def live_bytes(cache: LayerCache | DenseCache) -> dict[str, int]:
         "int2": int2,
         "window": window,
         "total": int2 + window,
-        "bfloat16": tokens * heads * head_dim * 4,
+        "bfloat16": kept * heads * head_dim * 4,
         "allocated": sum(getattr(cache, name).nbytes for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)),
         "int2_pages": len(int2_pages),
         "window_pages": len(window_pages),

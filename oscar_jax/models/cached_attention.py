@@ -94,7 +94,7 @@ def allocate_model_cache(
     ]
 
 
-def model_live_bytes(caches: Sequence[LayerCache | DenseCache]) -> dict[str, int]:
-    """`cache.live_bytes` summed over layers: stored bytes, bytes of the same tokens in BF16, pages."""
-    per_layer = [live_bytes(cache) for cache in caches]
+def model_live_bytes(caches: Sequence[LayerCache | DenseCache], config: ModelConfig) -> dict[str, int]:
+    """`cache.live_bytes` summed over layers: stored bytes, bytes of a BF16 cache (with rings), pages."""
+    per_layer = [live_bytes(cache, window) for cache, window in zip(caches, config.layer_windows)]
     return {name: sum(layer[name] for layer in per_layer) for name in per_layer[0]}

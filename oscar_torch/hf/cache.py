@@ -150,11 +150,11 @@ class OscarCache(Cache):
             layer.reorder_cache(beam_idx)
 
     def live_bytes(self) -> dict[str, int]:
-        """Sums of `cache.live_bytes` over the layers: bytes in use, bytes allocated, the same in BF16."""
+        """Sums of `cache.live_bytes` over the layers: bytes in use, bytes allocated, a BF16 cache's."""
         totals: dict[str, int] = {}
         for layer in self.layers:
             if layer.store is not None:
-                for name, count in live_bytes(layer.store).items():
+                for name, count in live_bytes(layer.store, layer.sliding_window).items():
                     totals[name] = totals.get(name, 0) + count
         return totals
 

@@ -10,6 +10,7 @@ are ragged inside the cache, and the layout of each depends on its own length al
 counts columns, since transformers aligns its attention mask with them.
 """
 
+import collections
 import copy
 import dataclasses
 import threading
@@ -384,24 +385,44 @@ class OscarLayer(CacheLayerMixin):
             return
         before = [self.config.history_pages(length) for length in self.lengths]
         needed = [self.config.history_pages(length) for length in after]
-        missing = sum(needed) - sum(before)
-        if not missing:
+        if needed == before:
             return
-        # Pages have no owners to be counted: the live part of the tables says which are in use.
+        # The live part of the tables says which pages are in use, and by how many sequences.
         table = self.store.page_table.tolist()
-        used = {page for row, pages in zip(table, before) for page in row[:pages]}
-        free = [page for page in range(1, self.store.key_codes.shape[0]) if page not in used]
-        if missing > len(free):
-            first = self.store.key_codes.shape[0]
-            extra = missing - len(free) + (GROW_PAGES * len(counts) if self.max_length is None else 0)
-            self.store = _enlarged(self.store, extra)
-            free += range(first, first + extra)
-        width = max(len(table[0]), *needed)
-        pages = iter(free)
+        first = [self._first_page(reached) for reached in self.reached]
+        live = [row[f:n] for row, f, n in zip(table, first, before)]
+        owners = collections.Counter(page for pages in live for page in pages)
+        pool = self.store.key_codes.shape[0]
+        free = collections.deque(page for page in range(1, pool) if page not in owners)
+        # Pages written by one append must be different ones, and a window must have passed.
+        kept = self._window_pages()
+        apart = None if kept is None else max(kept, self.prefill_chunk // fmt.PAGE_TOKENS + 1)
+        width, size = max(len(table[0]), *needed), pool
         for b, row in enumerate(table):
             row += [0] * (width - len(row))
-            row[before[b] : needed[b]] = [next(pages) for _ in range(needed[b] - before[b])]
+            for page in range(before[b], needed[b]):
+                behind = -1 if apart is None else page - apart
+                if behind >= first[b] and owners[row[behind]] == 1:
+                    row[page] = row[behind]
+                elif free:
+                    row[page] = free.popleft()
+                else:
+                    row[page], size = size, size + 1
+                owners[row[page]] = 1
+            row[: first[b]] = row[first[b] : first[b] + 1] * first[b]  # nobody reads these any more
+        if size > pool:
+            spare = GROW_PAGES * len(counts) if self.max_length is None else 0
+            self.store = _enlarged(self.store, size - pool + spare)
         self.store.page_table = _int32(table, self.store.page_table.device)
+
+    def _window_pages(self) -> int | None:
+        """INT2 pages that a sliding window can reach, also after a crop of `recent_tokens`; None: all."""
+        return None if self.sliding_window is None else -(-self.sliding_window // fmt.PAGE_TOKENS) + 1
+
+    def _first_page(self, reached: int) -> int:
+        """The first INT2 page still kept of a sequence that was written up to `reached` tokens."""
+        kept = self._window_pages()
+        return 0 if kept is None else max(0, self.config.history_pages(reached) - kept)
 
     def _count(self, counts: list[int], chunk: int | Tensor) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
@@ -464,6 +485,11 @@ class OscarLayer(CacheLayerMixin):
                         f"tokens {first}..{end - 1} are quantized, a sequence of {left} tokens has "
                         f"{wanted} INT2 pages, not {history}"
                     )
+                if removed and (lost := self._lost_page(max(self.reached[b], length), left)) is not None:
+                    return (
+                        f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
+                        f"its window of {self.sliding_window} needs INT2 page {lost}, whose place was reused"
+                    )
             elif isinstance(self.store, DenseCache) and self.sliding_window is not None:
                 slots = self.store.key.shape[1]
                 oldest = max(0, max(self.reached[b], length) - slots)
@@ -473,6 +499,14 @@ class OscarLayer(CacheLayerMixin):
                         f"its ring goes back to token {oldest}, a window of {self.sliding_window} needs more"
                     )
         return None
+
+    def _lost_page(self, reached: int, left: int) -> int | None:
+        """An INT2 page that a sequence of `left` tokens attends to and that is kept no longer, or None."""
+        if self.sliding_window is None:
+            return None
+        oldest = max(0, left - self.sliding_window + 1 - self.config.sink_tokens) // fmt.PAGE_TOKENS
+        needed = oldest < self.config.history_pages(left)
+        return oldest if needed and oldest < self._first_page(reached) else None
 
     def _tokens_in_last(self, columns: int) -> list[int]:
         """How many of each sequence's last columns are tokens."""
@@ -507,7 +541,10 @@ class OscarLayer(CacheLayerMixin):
         assert self._snapshot is not None and self.store is not None
         for name, array in self._snapshot.items():
             setattr(self.store, name, array)
+        reached = self.reached
         self.lengths, self.reached, self.columns, self.chunks = self._snapshot_state
+        if isinstance(self.store, LayerCache):  # places of INT2 pages were reused, a ring is as it was
+            self.reached = reached
         keep = sum(key.shape[1] for key, _, _ in self._recorded) - columns
         for key, value, real in self._recorded:
             size = min(keep, key.shape[1])

@@ -5,12 +5,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from oscar_torch.cache import live_bytes  # noqa: E402
+from oscar_torch.core.config import CacheConfig  # noqa: E402
 from oscar_torch.core.errors import CacheFullError  # noqa: E402
+from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.hf import cache as hf_cache  # noqa: E402
 from oscar_torch.hf import layer as hf_layer  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     assert_same,
     feed,
+    hadamard_layer,
     make_layer,
     random_rows,
     stored,
@@ -99,3 +103,65 @@ def test_memory_is_the_formulas():
     assert abs(in_memory - reserved - formula) <= 0.01 * formula
     # At head_dim 16 an INT2 page is 5.12 times smaller than in BF16; at this length the windows weigh much.
     assert live["bfloat16"] / live["total"] > 2.5
+
+
+# A window above the limit for rings: INT2 pages that are given up behind it.
+
+
+def make_long_window(window=1088, **options):
+    geometry = CacheConfig(num_key_value_heads=2, num_query_heads=4, head_dim=16)
+    rotation = hadamard_layer(16, 2)
+    return hf_layer.OscarLayer(0, geometry, rotation, sliding_window=window, prefill_chunk=512, **options)
+
+
+def test_pages_behind_a_long_window_are_reused():
+    """[10 of the field's list] Memory stops growing, and attention equals that over pages never given up."""
+    layer, whole = make_long_window(), make_long_window()
+    whole._window_pages = lambda: None  # keeps everything
+    rows = random_rows(2, 5000)
+    for start, end in ((0, 2100), (2100, 2101), (2101, 2900), (2900, 2940), (2940, 5000)):
+        part = rows[:, start:end]
+        torch.testing.assert_close(feed(layer, part), feed(whole, part), atol=1e-6, rtol=1e-6)
+        if end == 2940:
+            for each in (layer, whole):
+                each.crop(-30)
+                feed(each, part[:, -30:])
+    more = random_rows(2, 64, seed=1)
+    feed(layer, more)
+    feed(whole, more)
+    size = live_bytes(layer.store, layer.sliding_window)
+    assert size["int2_pages"] == 2 * (1088 // 64 + 1) and live_bytes(whole.store)["int2_pages"] == 2 * 74
+    assert size["bfloat16"] == 2 * 1088 * 2 * 16 * 4
+    assert layer.store.key_codes.shape[0] <= 1 + 2 * (18 + 8 + hf_layer.GROW_PAGES)
+    assert whole.store.key_codes.shape[0] > 2 * 73
+
+
+def test_sequences_behind_a_long_window_do_not_write_to_each_others_pages():
+    """Shared pages are given up by one sequence while the other still reads them."""
+    layer, alone = make_long_window(), [make_long_window() for _ in range(2)]
+    rows = random_rows(1, 2500)
+    more = random_rows(2, 1500, seed=1)
+    feed(layer, rows)
+    layer.batch_repeat_interleave(2)
+    outputs = [feed(layer, more[:, start : start + 500]) for start in (0, 500, 1000)]
+    for b, single in enumerate(alone):
+        feed(single, rows)
+        for i, start in enumerate((0, 500, 1000)):
+            expected = feed(single, more[b : b + 1, start : start + 500])
+            torch.testing.assert_close(outputs[i][b : b + 1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_crop_to_pages_that_were_given_up_is_refused():
+    layer = make_long_window(window=64 * 4)
+    feed(layer, random_rows(1, 1400))
+    layer.activate_past_recording()
+    feed(layer, random_rows(1, 200, seed=1))
+    layer.crop(-200)
+    assert layer.lengths == [1400]
+    fresh = make_long_window(window=64 * 4)
+    feed(fresh, random_rows(1, 1400))
+    layer.deactivate_past_recording()
+    part = random_rows(1, 300, seed=2)
+    torch.testing.assert_close(feed(layer, part), feed(fresh, part), atol=1e-6, rtol=1e-6)
+    with pytest.raises(QuantizedTokensError, match="from 1700 to 60 tokens"):
+        layer.crop(60)
