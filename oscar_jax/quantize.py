@@ -9,10 +9,12 @@ limb products stays below 2**24, so a float32 matrix unit (TF32 and bf16 include
 rounding, in any order. Nothing divides floats, and no float product feeds an addition unless it is exact.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .core import cache_format as fmt
@@ -20,6 +22,22 @@ from .core.errors import DTypeError, ShapeError
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Feedback:
+    """Where the rounding errors of a block of channels go (format page, section 2, steps 8a to 8c).
+
+    matrix int8 [K or 1, D, D], source by target, in units of 2**-shift, shift int32 [K or 1]; zero unless the
+    target lies in a later one of `steps` blocks of D / steps channels.
+    """
+
+    matrix: jax.Array | np.ndarray
+    shift: jax.Array | np.ndarray
+    steps: int
+
+
+jax.tree_util.register_dataclass(Feedback, data_fields=["matrix", "shift"], meta_fields=["steps"])
 
 
 def round_to_bfloat16(rows: jax.Array) -> jax.Array:
@@ -45,20 +63,25 @@ def page_key_mean(rows: jax.Array) -> jax.Array:
 
 
 def quantize_rows(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+    rows: jax.Array,
+    transform: jax.Array,
+    multiplier: jax.Array,
+    mean: jax.Array,
+    feedback: Feedback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Centers, rotates, scales and codes rows (steps 1-9).
 
     rows bf16 [..., K, D]; transform int16 [K or 1, D, D] in units of 2**-14; multiplier int32 [K or 1] in
     units of 1/256; mean bf16 [..., K or 1, D], subtracted first. Returns codes uint8 [..., K, D] in 0..3 and
-    scale bf16 [..., K]. Raises ShapeError or DTypeError before any work.
+    scale bf16 [..., K]. With a feedback the rounding is sequential. Raises ShapeError or DTypeError before
+    any work.
     """
     check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
-    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
 
 
 def quantize_key_pages(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, feedback: Feedback | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantizes whole pages of keys, centered by their own mean.
 
@@ -68,12 +91,16 @@ def quantize_key_pages(
     x = _clean(rows)
     mean = _page_key_mean(x)
     z = x - mean.astype(jnp.float32)[:, None]
-    codes, scale = _code_rows(z, transform, multiplier)
+    codes, scale = _code_rows(z, transform, multiplier, feedback)
     return pack_key_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2), mean
 
 
 def quantize_value_pages(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+    rows: jax.Array,
+    transform: jax.Array,
+    multiplier: jax.Array,
+    mean: jax.Array,
+    feedback: Feedback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
 
@@ -82,17 +109,21 @@ def quantize_value_pages(
     check_pages(rows, transform, multiplier)
     if mean.shape != (transform.shape[0], rows.shape[-1]):
         raise ShapeError(f"value mean {mean.shape}, expected {(transform.shape[0], rows.shape[-1])}")
-    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
     return pack_value_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2)
 
 
 def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     key_codes, key_scale, key_page_mean = quantize_key_pages(
-        key_pages, rotation.key_transform, rotation.key_multiplier
+        key_pages, rotation.key_transform, rotation.key_multiplier, getattr(rotation, "key_feedback", None)
     )
     value_codes, value_scale = quantize_value_pages(
-        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+        value_pages,
+        rotation.value_transform,
+        rotation.value_multiplier,
+        rotation.value_mean,
+        getattr(rotation, "value_feedback", None),
     )
     return {
         "key_codes": key_codes,
@@ -127,6 +158,13 @@ def dequantize_value_pages(
     y = _grid(unpack_value_codes(words), scale)
     x = value_mean.astype(jnp.float32)[:, None] + _matmul(y, output_transform)
     return x.swapaxes(1, 2)
+
+
+def require_nearest(rotation: Any, kernel: str) -> None:
+    """Raises NotImplementedError where a rotation is made for sequential rounding, which `kernel` has not."""
+    roles = [r for r in ("key", "value") if getattr(rotation, f"{r}_feedback", None) is not None]
+    if roles:
+        raise NotImplementedError(f"sequential rounding of {roles}: {kernel} rounds to the nearest")
 
 
 def check_transform(key_value_heads: int, head_dim: int, transform: jax.Array, multiplier: jax.Array) -> None:
@@ -186,7 +224,9 @@ def _limbs(v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return hi, v - (hi << fmt.LIMB_BITS)
 
 
-def _code_rows(z: jax.Array, transform: jax.Array, multiplier: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _code_rows(
+    z: jax.Array, transform: jax.Array, multiplier: jax.Array, feedback: Feedback | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Steps 3-9 on centered rows z float32 [..., K, D]."""
     head_dim = z.shape[-1]
     exponent = _exponent(jnp.max(jnp.abs(z), axis=-1))  # [..., K]
@@ -204,10 +244,33 @@ def _code_rows(z: jax.Array, transform: jax.Array, multiplier: jax.Array) -> tup
 
     mean_abs = (jnp.abs(y) >> fmt.ABS_SHIFT).sum(axis=-1) // head_dim
     s = (mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT
-    bound = s[..., None]
-    codes = (y >= -bound).astype(jnp.uint8) + (y >= 0).astype(jnp.uint8) + (y >= bound).astype(jnp.uint8)
+    codes = _levels(y, s[..., None]) if feedback is None else _sequential_codes(y, s, feedback)
     scale = s.astype(jnp.float32) * _power_of_two(exponent - fmt.SCALE_BITS)
     return codes, round_to_bfloat16(scale)
+
+
+def _levels(y: jax.Array, bound: jax.Array) -> jax.Array:
+    """Step 8: codes uint8 of y."""
+    return (y >= -bound).astype(jnp.uint8) + (y >= 0).astype(jnp.uint8) + (y >= bound).astype(jnp.uint8)
+
+
+def _sequential_codes(y: jax.Array, s: jax.Array, feedback: Feedback) -> jax.Array:
+    """Steps 8a to 8c: codes uint8 [..., K, D] of y int32 [..., K, D] and s int32 [..., K], block by block."""
+    shift, limit = jnp.asarray(feedback.shift), fmt.FEEDBACK_LIMIT
+    p = _exponent(jnp.maximum(s, 1).astype(jnp.float32)) - fmt.FEEDBACK_UNIT_BITS - shift
+    down, up = jnp.maximum(p, 0), jnp.maximum(-p, 0)
+    w = (y << up[..., None]) >> down[..., None]
+    bound, shift = ((s << up) >> down)[..., None], shift[:, None]
+    block = y.shape[-1] // feedback.steps
+    codes = []
+    for first in range(0, y.shape[-1], block):
+        here, w = w[..., :block], w[..., block:]
+        codes.append(_levels(here, bound))
+        rest = here - (((2 * codes[-1].astype(jnp.int32) - 3) * bound) >> 1)
+        unit = jnp.clip((rest + ((1 << shift) >> 1)) >> shift, -limit, limit)
+        columns = jnp.asarray(feedback.matrix[:, first : first + block, first + block :])
+        w = w + _matmul_rows(unit.astype(jnp.float32), columns.astype(jnp.float32)).astype(jnp.int32)
+    return jnp.concatenate(codes, axis=-1)
 
 
 def _matmul_rows(rows: jax.Array, columns: jax.Array) -> jax.Array:

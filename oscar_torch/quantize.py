@@ -9,6 +9,7 @@ limb products stays below 2**24, so a float32 matrix unit (TF32 and bf16 include
 rounding, in any order. Nothing divides floats, and no float product feeds an addition unless it is exact.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from .core.errors import DTypeError, ShapeError
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Feedback:
+    """Where the rounding errors of a block of channels go (format page, section 2, steps 8a to 8c).
+
+    matrix int8 [K or 1, D, D], source by target, in units of 2**-shift, shift int32 [K or 1]; zero unless the
+    target lies in a later one of `steps` blocks of D / steps channels.
+    """
+
+    matrix: Tensor
+    shift: Tensor
+    steps: int
+
+    def to(self, device: torch.device | str) -> "Feedback":
+        """The same feedback with its tensors on `device`."""
+        return Feedback(self.matrix.to(device), self.shift.to(device), self.steps)
 
 
 def round_to_bfloat16(rows: Tensor) -> Tensor:
@@ -38,18 +56,23 @@ def page_key_mean(rows: Tensor) -> Tensor:
     return _page_key_mean(_clean(rows))
 
 
-def quantize_rows(rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor, feedback: Feedback | None = None
+) -> tuple[Tensor, Tensor]:
     """Centers, rotates, scales and codes rows (steps 1-9).
 
     rows bf16 [..., K, D]; transform int16 [K or 1, D, D] in units of 2**-14; multiplier int32 [K or 1] in
     units of 1/256; mean bf16 [..., K or 1, D], subtracted first. Returns codes uint8 [..., K, D] in 0..3 and
-    scale bf16 [..., K]. Raises ShapeError or DTypeError before any work.
+    scale bf16 [..., K]. With a feedback the rounding is sequential. Raises ShapeError or DTypeError before
+    any work.
     """
     check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
-    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    return _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
 
 
-def quantize_key_pages(rows: Tensor, transform: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_key_pages(
+    rows: Tensor, transform: Tensor, multiplier: Tensor, feedback: Feedback | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes whole pages of keys, centered by their own mean.
 
     rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
@@ -57,12 +80,12 @@ def quantize_key_pages(rows: Tensor, transform: Tensor, multiplier: Tensor) -> t
     check_pages(rows, transform, multiplier)
     x = _clean(rows)
     mean = _page_key_mean(x)
-    codes, scale = _code_rows(x - mean.float()[:, None], transform, multiplier)
+    codes, scale = _code_rows(x - mean.float()[:, None], transform, multiplier, feedback)
     return pack_key_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous(), mean
 
 
 def quantize_value_pages(
-    rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor
+    rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor, feedback: Feedback | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
 
@@ -71,17 +94,21 @@ def quantize_value_pages(
     check_pages(rows, transform, multiplier)
     if mean.shape != (transform.shape[0], rows.shape[-1]):
         raise ShapeError(f"value mean {tuple(mean.shape)}, expected {(transform.shape[0], rows.shape[-1])}")
-    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier)
+    codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
     return pack_value_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous()
 
 
 def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: Any) -> dict[str, Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     key_codes, key_scale, key_page_mean = quantize_key_pages(
-        key_pages, rotation.key_transform, rotation.key_multiplier
+        key_pages, rotation.key_transform, rotation.key_multiplier, getattr(rotation, "key_feedback", None)
     )
     value_codes, value_scale = quantize_value_pages(
-        value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
+        value_pages,
+        rotation.value_transform,
+        rotation.value_multiplier,
+        rotation.value_mean,
+        getattr(rotation, "value_feedback", None),
     )
     return {
         "key_codes": key_codes,
@@ -112,6 +139,13 @@ def dequantize_value_pages(
     """
     y = _grid(unpack_value_codes(words), scale)
     return (value_mean.float()[:, None] + y @ output_transform).transpose(1, 2)
+
+
+def require_nearest(rotation: Any, kernel: str) -> None:
+    """Raises NotImplementedError where a rotation is made for sequential rounding, which `kernel` has not."""
+    roles = [r for r in ("key", "value") if getattr(rotation, f"{r}_feedback", None) is not None]
+    if roles:
+        raise NotImplementedError(f"sequential rounding of {roles}: {kernel} rounds to the nearest")
 
 
 def check_transform(key_value_heads: int, head_dim: int, transform: Tensor, multiplier: Tensor) -> None:
@@ -171,7 +205,9 @@ def _limbs(v: Tensor) -> tuple[Tensor, Tensor]:
     return hi, v - (hi << fmt.LIMB_BITS)
 
 
-def _code_rows(z: Tensor, transform: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
+def _code_rows(
+    z: Tensor, transform: Tensor, multiplier: Tensor, feedback: Feedback | None = None
+) -> tuple[Tensor, Tensor]:
     """Steps 3-9 on centered rows z float32 [..., K, D]."""
     head_dim = z.shape[-1]
     exponent = _exponent(z.abs().amax(dim=-1))  # [..., K]
@@ -189,10 +225,33 @@ def _code_rows(z: Tensor, transform: Tensor, multiplier: Tensor) -> tuple[Tensor
 
     mean_abs = (y.abs() >> fmt.ABS_SHIFT).sum(dim=-1, dtype=torch.int32) // head_dim
     s = (mean_abs * multiplier) >> fmt.MULTIPLIER_SHIFT
-    bound = s[..., None]
-    codes = (y >= -bound).to(torch.uint8) + (y >= 0).to(torch.uint8) + (y >= bound).to(torch.uint8)
+    codes = _levels(y, s[..., None]) if feedback is None else _sequential_codes(y, s, feedback)
     scale = s.float() * _power_of_two(exponent - fmt.SCALE_BITS)
     return codes, round_to_bfloat16(scale)
+
+
+def _levels(y: Tensor, bound: Tensor) -> Tensor:
+    """Step 8: codes uint8 of y."""
+    return (y >= -bound).to(torch.uint8) + (y >= 0).to(torch.uint8) + (y >= bound).to(torch.uint8)
+
+
+def _sequential_codes(y: Tensor, s: Tensor, feedback: Feedback) -> Tensor:
+    """Steps 8a to 8c: codes uint8 [..., K, D] of y int32 [..., K, D] and s int32 [..., K], block by block."""
+    shift, limit = feedback.shift, fmt.FEEDBACK_LIMIT
+    p = _exponent(s.clamp(min=1).float()) - fmt.FEEDBACK_UNIT_BITS - shift
+    down, up = p.clamp(min=0), (-p).clamp(min=0)
+    w = (y << up[..., None]) >> down[..., None]
+    bound, shift = ((s << up) >> down)[..., None], shift[:, None]
+    block = y.shape[-1] // feedback.steps
+    codes = []
+    for first in range(0, y.shape[-1], block):
+        here, w = w[..., :block], w[..., block:]
+        codes.append(_levels(here, bound))
+        rest = here - (((2 * codes[-1].int() - 3) * bound) >> 1)
+        unit = ((rest + ((1 << shift) >> 1)) >> shift).clamp(-limit, limit)
+        columns = feedback.matrix[:, first : first + block, first + block :]
+        w = w + _matmul_rows(unit.float(), columns.float()).int()
+    return torch.cat(codes, dim=-1)
 
 
 def _matmul_rows(rows: Tensor, columns: Tensor) -> Tensor:

@@ -35,6 +35,14 @@ PAGE_TOKENS_LOG2 = 6  # the mean divides by PAGE_TOKENS
 MIN_EXPONENT = -64  # rows whose largest |z| is below 2**-64 are empty
 MAX_EXPONENT = 64  # finite inputs are clamped to +-2**64
 
+# Sequential rounding (format page, section 2, steps 8a to 8c).
+ROUNDINGS = ("nearest", "sequential")
+FEEDBACK_UNIT_BITS = 5  # the scale is 32 to 64 units of an error
+FEEDBACK_LIMIT = 127  # of an error and of an entry of the feedback
+FEEDBACK_MAX_SHIFT = 7  # entries are in units of 2**-shift
+FEEDBACK_MULTIPLIER_MIN = 64  # of a role that is fed: alpha >= 1/4 keeps all sums below 2**26
+FEEDBACK_BLOCK_MIN = 16  # channels
+
 SINK_TOKENS = 64
 RECENT_TOKENS = 256
 
@@ -57,6 +65,13 @@ ROTATION_FIELDS = {
     "key_mean": "bfloat16",
     "key_multiplier": "int32",
     "value_multiplier": "int32",
+}
+# Of sequential rounding, beside the fields above; the two of a role come together or not at all.
+FEEDBACK_FIELDS = {
+    "key_feedback": "int8",
+    "key_feedback_shift": "int32",
+    "value_feedback": "int8",
+    "value_feedback_shift": "int32",
 }
 
 

@@ -21,6 +21,7 @@ class RotationHeader:
     `layers` are the ids of the layers with attention, ascending. `rope` names the position convention of the
     keys ("half" for the two-halves pairing, "interleaved", "none", ...). `basis` and `basis_version` name the
     formula, `corpus_digest` and `calibration_tokens` the text it was fitted on ("" and 0 without a fit).
+    `rounding` is "nearest" or "sequential", the latter in `rounding_steps` blocks of channels (else 0).
     """
 
     model_id: str
@@ -39,10 +40,14 @@ class RotationHeader:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: str = fmt.FORMAT_NAME
     format_version: int = fmt.FORMAT_VERSION
+    rounding_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The header as JSON-ready values."""
-        return dataclasses.asdict(self) | {"layers": list(self.layers)}
+        """The header as JSON-ready values; rounding_steps only where there are some."""
+        values = dataclasses.asdict(self) | {"layers": list(self.layers)}
+        if not self.rounding_steps:
+            del values["rounding_steps"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Any) -> "RotationHeader":
@@ -54,6 +59,8 @@ class RotationHeader:
             ("num_query_heads", "num_key_value_heads", "head_dim", "calibration_tokens", "format_version"),
             int,
         )
+        kinds["rounding_steps"] = int
+        values = {"rounding_steps": 0} | values
         names = [field.name for field in dataclasses.fields(cls)]
         for name in ("format", "format_version"):  # first, since another version may have other fields
             expected = getattr(cls, name)
@@ -94,11 +101,28 @@ def validate_header(header: RotationHeader) -> None:
             f"header: num_query_heads = {header.num_query_heads} is not a multiple of "
             f"num_key_value_heads = {header.num_key_value_heads}"
         )
-    if header.rounding != "nearest":
-        raise CheckpointError(f"header: rounding = {header.rounding!r}, allowed: 'nearest'")
+    if header.rounding not in fmt.ROUNDINGS:
+        raise CheckpointError(f"header: rounding = {header.rounding!r}, allowed: {', '.join(fmt.ROUNDINGS)}")
+    steps = header.rounding_steps
+    blocks = steps > 1 and not header.head_dim % steps and header.head_dim // steps >= fmt.FEEDBACK_BLOCK_MIN
+    if not (blocks if header.rounding == "sequential" else steps == 0):
+        raise CheckpointError(
+            f"header: rounding = {header.rounding!r} with rounding_steps = {steps}, allowed: 'nearest' with "
+            f"0, 'sequential' with a number that cuts {header.head_dim} channels into blocks of "
+            f">= {fmt.FEEDBACK_BLOCK_MIN}"
+        )
     ids = list(header.layers)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise CheckpointError(f"header: layers = {ids}, expected distinct ascending ids >= 0, at least one")
+
+
+def require_nearest(header: RotationHeader, writer: str) -> None:
+    """Raises CheckpointError unless a set is rounded to the nearest level, all that `writer` can hand on."""
+    if header.rounding != "nearest":
+        raise CheckpointError(
+            f"header: rounding = {header.rounding!r}: {writer} knows 'nearest' alone, for which the basis of "
+            "such a set is worse than others"
+        )
 
 
 class Geometry(Protocol):

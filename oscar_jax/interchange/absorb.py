@@ -19,6 +19,7 @@ import safetensors.numpy
 from ..core.errors import CheckpointError
 from ..core.files import replacing_directory
 from ..core.model_geometry import ModelGeometry
+from ..core.rotation_header import require_nearest
 from ..models.geometry import read_model_geometry
 from ..rotations import store
 from ..rotations.fixed_point import from_fixed_point
@@ -83,6 +84,7 @@ def absorb_values(
     """
     model, destination = pathlib.Path(model), pathlib.Path(destination).resolve()
     validate_rotation_set(rotation_set)
+    require_nearest(rotation_set.header, "absorption into weights")
     geometry = read_model_geometry(model)
     _check_absorbable(model, geometry)
     rotation_set.require_fits(geometry, geometry.full_layers, possible_layers=geometry.attention_layers)

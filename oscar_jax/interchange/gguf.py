@@ -14,7 +14,7 @@ import numpy as np
 from ..core.errors import CheckpointError
 from ..core.files import replacing_file
 from ..core.model_geometry import ModelGeometry
-from ..core.rotation_header import RotationHeader
+from ..core.rotation_header import RotationHeader, require_nearest
 from ..models.geometry import gguf_geometry
 from ..models.gguf_file import GGUFFile
 from ..rotations.rotation import RotationSet, validate_rotation_set
@@ -88,6 +88,7 @@ def export_gguf(
     """
     base, destination = pathlib.Path(base), pathlib.Path(destination)
     validate_rotation_set(rotation_set)
+    require_nearest(rotation_set.header, "a GGUF file")
     if destination.exists():
         raise CheckpointError(f"{destination}: exists, expected a new file")
     file = GGUFFile(base)

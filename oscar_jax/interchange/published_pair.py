@@ -22,7 +22,7 @@ import numpy as np
 
 from ..core.errors import CheckpointError, ConfigError
 from ..core.model_geometry import ModelGeometry
-from ..core.rotation_header import RotationHeader
+from ..core.rotation_header import RotationHeader, require_nearest
 from ..rotations.bases import hadamard_matrix, orthogonality_defect
 from ..rotations.fixed_point import from_fixed_point, to_fixed_point
 from ..rotations.rotation import LayerRotation, RotationSet, make_layer_rotation, validate_rotation_set
@@ -167,6 +167,7 @@ def export_published_pair(
     """
     directory = pathlib.Path(directory)
     validate_rotation_set(rotation_set)
+    require_nearest(rotation_set.header, "a published pair")
     if schema is not None and schema not in VERSIONS:
         raise ConfigError(f"schema = {schema!r}, allowed: {', '.join(map(str, VERSIONS))}")
     target = None if loader is None else get_loader(loader)

@@ -12,6 +12,7 @@ Bases, fits and checks are NumPy, the same bytes in both packages (`bases`, `fix
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ import numpy as np
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
 from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
+from ..quantize import Feedback
 from .bases import hadamard_matrix
-from .fields import check_fields, make_fields
+from .fields import check_feedback, check_fields, make_fields
 from .fixed_point import UNIT
 
 Array = jax.Array | np.ndarray
+FEEDBACKS = ("key_feedback", "value_feedback")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +37,7 @@ class LayerRotation:
     key_transform, value_transform int16 [Kr, D, D] in units of 2**-14; query_transform float32 [Kr, D, D],
     the inverse transpose of key_transform; output_transform float32 [Kr, D, D], value_transform's inverse;
     value_mean, key_mean bfloat16 [Kr, D]; key_multiplier, value_multiplier int32 [Kr] in units of 1/256.
+    A role with a feedback is rounded sequentially, the others to the nearest level.
     """
 
     key_transform: Array
@@ -44,18 +48,33 @@ class LayerRotation:
     key_mean: Array
     key_multiplier: Array
     value_multiplier: Array
+    key_feedback: Feedback | None = None
+    value_feedback: Feedback | None = None
 
     @classmethod
-    def from_numpy(cls, fields: Mapping[str, np.ndarray]) -> "LayerRotation":
-        """The rotation whose fields are these arrays, by name."""
-        return cls(**fields)
+    def from_numpy(cls, fields: Mapping[str, np.ndarray], rounding_steps: int = 0) -> "LayerRotation":
+        """The rotation whose fields are these arrays, by name; rounding_steps: blocks of a feedback."""
+        arrays: dict[str, Any] = {name: fields[name] for name in fmt.ROTATION_FIELDS}
+        for name in FEEDBACKS:
+            if name in fields:
+                arrays[name] = Feedback(fields[name], fields[f"{name}_shift"], rounding_steps)
+        return cls(**arrays)
 
     def numpy(self) -> dict[str, np.ndarray]:
         """The fields by name as NumPy arrays."""
-        return {name: np.asarray(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
+        arrays = {name: np.asarray(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
+        for name in FEEDBACKS:
+            if (feedback := getattr(self, name)) is not None:
+                arrays[name], arrays[f"{name}_shift"] = (
+                    np.asarray(feedback.matrix),
+                    np.asarray(feedback.shift),
+                )
+        return arrays
 
 
-jax.tree_util.register_dataclass(LayerRotation, data_fields=list(fmt.ROTATION_FIELDS), meta_fields=[])
+jax.tree_util.register_dataclass(
+    LayerRotation, data_fields=[*fmt.ROTATION_FIELDS, *FEEDBACKS], meta_fields=[]
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,18 +110,27 @@ class RotationSet:
 
 
 def validate_layer(
-    layer_rotation: LayerRotation, *, layer_id: int, num_key_value_heads: int, head_dim: int
+    layer_rotation: LayerRotation,
+    *,
+    layer_id: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    rounding: str = "nearest",
+    rounding_steps: int = 0,
 ) -> None:
     """Raises an error naming layer and field unless the arrays obey the format page, section 1.
 
-    ShapeError, DTypeError or CheckpointError, as `fields.check_fields`.
+    ShapeError, DTypeError or CheckpointError, as `fields.check_fields` and `fields.check_feedback`.
     """
-    check_fields(
-        layer_rotation.numpy(),
-        layer_id=layer_id,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-    )
+    fields = layer_rotation.numpy()
+    check_fields(fields, layer_id=layer_id, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
+    for feedback in (layer_rotation.key_feedback, layer_rotation.value_feedback):
+        if feedback is not None and feedback.steps != rounding_steps:
+            raise CheckpointError(
+                f"layer {layer_id}: feedback of {feedback.steps} blocks, header: rounding_steps = "
+                f"{rounding_steps}"
+            )
+    check_feedback(fields, layer_id=layer_id, head_dim=head_dim, rounding=rounding, steps=rounding_steps)
 
 
 def validate_rotation_set(rotation_set: RotationSet) -> None:
@@ -121,6 +149,8 @@ def validate_rotation_set(rotation_set: RotationSet) -> None:
             layer_id=layer_id,
             num_key_value_heads=header.num_key_value_heads,
             head_dim=header.head_dim,
+            rounding=header.rounding,
+            rounding_steps=header.rounding_steps,
         )
 
 

@@ -37,8 +37,8 @@ def digest_rotations(rotations: Sequence[LayerRotation]) -> str:
     """Hex digest of the rotation arrays of all layers; equal in both packages."""
     digest = hashlib.blake2b(digest_size=16)
     for rotation in rotations:
-        for name in fmt.ROTATION_FIELDS:
-            digest.update(np.asarray(getattr(rotation, name)).tobytes())
+        for array in rotation.numpy().values():
+            digest.update(array.tobytes())
     return digest.hexdigest()
 
 

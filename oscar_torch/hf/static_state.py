@@ -18,6 +18,7 @@ from ..cache import append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..layer_cache import DenseCache, LayerCache
+from ..quantize import require_nearest
 from ..rotations.rotation import LayerRotation
 
 ALIGNMENT = 256  # bytes; kernels read whole vectors
@@ -109,6 +110,8 @@ def new_state(
     layout: Layout, rotation: LayerRotation | None, window: int | None, device: torch.device
 ) -> tuple[Tensor, State]:
     """An empty buffer uint8 [bytes] in which every sequence owns its pages, and its arrays."""
+    if rotation is not None:
+        require_nearest(rotation, "the static cache")
     buffer = pin(torch.zeros(_places(layout)[1], dtype=torch.uint8, device=device))
     state = open_state(buffer, layout, window)
     if isinstance(state.store, LayerCache):

@@ -102,6 +102,44 @@ def check_fields(
     )
 
 
+def check_feedback(
+    fields: Mapping[str, np.ndarray], *, layer_id: int, head_dim: int, rounding: str, steps: int
+) -> None:
+    """Raises an error naming layer and field unless the feedback obeys the format page, section 1.
+
+    ShapeError and DTypeError for the arrays' form; CheckpointError where a set of this rounding must have
+    other fields, where feedback flows inside a block or to an earlier one, and for entries out of range.
+    """
+    present = [name for name in fmt.FEEDBACK_FIELDS if name in fields]
+    keys, both = list(fmt.FEEDBACK_FIELDS)[:2], list(fmt.FEEDBACK_FIELDS)
+    if present not in ([[]] if rounding == "nearest" else [keys, both]):
+        raise CheckpointError(f"layer {layer_id}: {rounding!r} rounding with the fields {present}")
+    heads = fields["key_transform"].shape[0]
+    for name in present:
+        array, matrix = fields[name], not name.endswith("_shift")
+        shape = (heads, head_dim, head_dim) if matrix else (heads,)
+        if array.shape != shape:
+            raise ShapeError(f"layer {layer_id}: {name} has shape {array.shape}, expected {shape}")
+        if array.dtype.name != fmt.FEEDBACK_FIELDS[name]:
+            expected = fmt.FEEDBACK_FIELDS[name]
+            raise DTypeError(f"layer {layer_id}: {name} has dtype {array.dtype.name}, expected {expected}")
+        low, high = (-fmt.FEEDBACK_LIMIT, fmt.FEEDBACK_LIMIT) if matrix else (0, fmt.FEEDBACK_MAX_SHIFT)
+        if array.min() < low or array.max() > high:
+            found = int(array.min() if array.min() < low else array.max())
+            raise CheckpointError(f"layer {layer_id}: {name} has {found}, allowed: {low}..{high}")
+        if not matrix:
+            continue
+        block = np.arange(head_dim) // (head_dim // steps)
+        if np.any(array[:, block[:, None] >= block[None]]):
+            raise CheckpointError(f"layer {layer_id}: {name} flows into its own or an earlier block")
+        multiplier = fields[name.replace("feedback", "multiplier")]
+        if multiplier.min() < fmt.FEEDBACK_MULTIPLIER_MIN:
+            raise CheckpointError(
+                f"layer {layer_id}: {name.replace('feedback', 'multiplier')} = {int(multiplier.min())} with "
+                f"feedback, allowed: {fmt.FEEDBACK_MULTIPLIER_MIN}..{fmt.MULTIPLIER_LIMIT - 1}"
+            )
+
+
 def _check_inverse(
     layer_id: int, name: str, inverse_name: str, relation: str, matrix: np.ndarray, inverse: np.ndarray
 ) -> None:

@@ -12,6 +12,7 @@ Bases, fits and checks are NumPy, the same bytes in both packages (`bases`, `fix
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,12 @@ import torch
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
 from ..core.rotation_header import Geometry, RotationHeader, require_header_fits, validate_header
+from ..quantize import Feedback
 from .bases import hadamard_matrix
-from .fields import BFLOAT16, check_fields, make_fields
+from .fields import BFLOAT16, check_feedback, check_fields, make_fields
 from .fixed_point import UNIT
+
+FEEDBACKS = ("key_feedback", "value_feedback")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +35,7 @@ class LayerRotation:
     key_transform, value_transform int16 [Kr, D, D] in units of 2**-14; query_transform float32 [Kr, D, D],
     the inverse transpose of key_transform; output_transform float32 [Kr, D, D], value_transform's inverse;
     value_mean, key_mean bfloat16 [Kr, D]; key_multiplier, value_multiplier int32 [Kr] in units of 1/256.
+    A role with a feedback is rounded sequentially, the others to the nearest level.
     Tensors are stored contiguous, as kernels read them: a transposed view is copied.
     """
 
@@ -42,6 +47,8 @@ class LayerRotation:
     key_mean: torch.Tensor
     key_multiplier: torch.Tensor
     value_multiplier: torch.Tensor
+    key_feedback: Feedback | None = None
+    value_feedback: Feedback | None = None
 
     def __post_init__(self) -> None:
         for name in fmt.ROTATION_FIELDS:
@@ -49,16 +56,27 @@ class LayerRotation:
 
     def to(self, device: torch.device | str) -> "LayerRotation":
         """The same rotation with its tensors on `device`."""
-        return LayerRotation(**{name: getattr(self, name).to(device) for name in fmt.ROTATION_FIELDS})
+        present = [name for name in FEEDBACKS if getattr(self, name) is not None]
+        names = (*fmt.ROTATION_FIELDS, *present)
+        return LayerRotation(**{name: getattr(self, name).to(device) for name in names})
 
     @classmethod
-    def from_numpy(cls, fields: Mapping[str, np.ndarray]) -> "LayerRotation":
-        """The rotation whose fields are these arrays, by name."""
-        return cls(**{name: to_tensor(array) for name, array in fields.items()})
+    def from_numpy(cls, fields: Mapping[str, np.ndarray], rounding_steps: int = 0) -> "LayerRotation":
+        """The rotation whose fields are these arrays, by name; rounding_steps: blocks of a feedback."""
+        arrays: dict[str, Any] = {name: to_tensor(fields[name]) for name in fmt.ROTATION_FIELDS}
+        for name in FEEDBACKS:
+            if name in fields:
+                matrix, shift = to_tensor(fields[name]), to_tensor(fields[f"{name}_shift"])
+                arrays[name] = Feedback(matrix, shift, rounding_steps)
+        return cls(**arrays)
 
     def numpy(self) -> dict[str, np.ndarray]:
         """The fields by name as NumPy arrays."""
-        return {name: to_numpy(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
+        arrays = {name: to_numpy(getattr(self, name)) for name in fmt.ROTATION_FIELDS}
+        for name in FEEDBACKS:
+            if (feedback := getattr(self, name)) is not None:
+                arrays[name], arrays[f"{name}_shift"] = to_numpy(feedback.matrix), to_numpy(feedback.shift)
+        return arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,18 +136,27 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def validate_layer(
-    layer_rotation: LayerRotation, *, layer_id: int, num_key_value_heads: int, head_dim: int
+    layer_rotation: LayerRotation,
+    *,
+    layer_id: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    rounding: str = "nearest",
+    rounding_steps: int = 0,
 ) -> None:
     """Raises an error naming layer and field unless the arrays obey the format page, section 1.
 
-    ShapeError, DTypeError or CheckpointError, as `fields.check_fields`.
+    ShapeError, DTypeError or CheckpointError, as `fields.check_fields` and `fields.check_feedback`.
     """
-    check_fields(
-        layer_rotation.numpy(),
-        layer_id=layer_id,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-    )
+    fields = layer_rotation.numpy()
+    check_fields(fields, layer_id=layer_id, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
+    for feedback in (layer_rotation.key_feedback, layer_rotation.value_feedback):
+        if feedback is not None and feedback.steps != rounding_steps:
+            raise CheckpointError(
+                f"layer {layer_id}: feedback of {feedback.steps} blocks, header: rounding_steps = "
+                f"{rounding_steps}"
+            )
+    check_feedback(fields, layer_id=layer_id, head_dim=head_dim, rounding=rounding, steps=rounding_steps)
 
 
 def validate_rotation_set(rotation_set: RotationSet) -> None:
@@ -148,6 +175,8 @@ def validate_rotation_set(rotation_set: RotationSet) -> None:
             layer_id=layer_id,
             num_key_value_heads=header.num_key_value_heads,
             head_dim=header.head_dim,
+            rounding=header.rounding,
+            rounding_steps=header.rounding_steps,
         )
 
 

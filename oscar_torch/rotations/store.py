@@ -146,6 +146,8 @@ def _assemble(
 ) -> RotationSet:
     """The validated set; names, digests, then shapes, dtypes and content are checked."""
     expected = {f"layers.{layer}.{field}" for layer in header.layers for field in fmt.ROTATION_FIELDS}
+    feedback = fmt.FEEDBACK_FIELDS if header.rounding == "sequential" else {}
+    possible = expected | {f"layers.{layer}.{field}" for layer in header.layers for field in feedback}
     for name in sorted(expected | set(digests)):
         if name not in arrays:
             raise CheckpointError(f"{path}: {_describe(name)} is missing")
@@ -153,7 +155,7 @@ def _assemble(
     companions: dict[int, dict[str, np.ndarray]] = {}
     for name, array in sorted(arrays.items()):
         match = _NAME.fullmatch(name)
-        if not match or (match[1] == "layers" and name not in expected):
+        if not match or (match[1] == "layers" and name not in possible):
             raise CheckpointError(
                 f"{path}: {_describe(name)} is unexpected, header: layers = {header.layers}"
             )
@@ -163,7 +165,9 @@ def _assemble(
             layers[int(match[2])][match[3]] = array
         else:
             companions.setdefault(int(match[2]), {})[match[3]] = array
-    rotations = {layer: LayerRotation.from_numpy(fields) for layer, fields in layers.items()}
+    rotations = {
+        layer: LayerRotation.from_numpy(fields, header.rounding_steps) for layer, fields in layers.items()
+    }
     rotation_set = RotationSet(header, rotations, companions)
     try:
         validate_rotation_set(rotation_set)

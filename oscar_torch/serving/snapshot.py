@@ -38,11 +38,8 @@ def digest_rotations(rotations: Sequence[LayerRotation]) -> str:
     """Hex digest of the rotation arrays of all layers; equal in both packages."""
     digest = hashlib.blake2b(digest_size=16)
     for rotation in rotations:
-        for name in fmt.ROTATION_FIELDS:
-            array = getattr(rotation, name).detach().cpu().contiguous()
-            if array.dtype == torch.bfloat16:
-                array = array.view(torch.int16)
-            digest.update(array.numpy().tobytes())
+        for array in rotation.numpy().values():
+            digest.update(array.tobytes())
     return digest.hexdigest()
 
 

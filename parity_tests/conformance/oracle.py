@@ -100,8 +100,46 @@ def rotate(fixed: np.ndarray, transform: np.ndarray) -> np.ndarray:
     return out
 
 
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+    """Sequential rounding of one role: int8 [K or 1, D, D] source by target, int32 [K or 1], blocks."""
+
+    matrix: np.ndarray
+    shift: np.ndarray
+    steps: int
+
+
+def sequential_codes(y: np.ndarray, s: np.ndarray, feedback: Feedback) -> np.ndarray:
+    """Steps 8a to 8c to the letter, entry by entry: codes uint8 [R, K, D] of Y [R, K, D] and s [R, K]."""
+    rows, heads, head_dim = y.shape
+    block = head_dim // feedback.steps
+    codes = np.empty(y.shape, np.uint8)
+    for head in range(heads):
+        own = head if len(feedback.matrix) > 1 else 0
+        f, shift = feedback.matrix[own].astype(np.int64), int(feedback.shift[own])
+        bound = s[:, head].astype(np.int64)
+        p = exponent_of(np.maximum(s[:, head], 1).astype(np.float32)) - 5 - shift
+        down, up = np.maximum(p, 0).astype(np.int64), np.maximum(-p, 0).astype(np.int64)
+        bound = (bound << up) >> down
+        w = (y[:, head].astype(np.int64) << up[:, None]) >> down[:, None]
+        error = np.zeros((rows, head_dim), np.int64)
+        for i in range(head_dim):
+            before = i // block * block
+            wi = w[:, i] + error[:, :before] @ f[:before, i]
+            assert np.abs(wi).max(initial=0) < 2**26, "outside the range that the format page proves"
+            code = (wi >= -bound).astype(np.int64) + (wi >= 0) + (wi >= bound)
+            rest = wi - (((2 * code - 3) * bound) >> 1)
+            error[:, i] = np.clip((rest + ((1 << shift) >> 1)) >> shift, -127, 127)
+            codes[:, head, i] = code
+    return codes
+
+
 def quantize_rows(
-    rows: np.ndarray, transform: np.ndarray, multiplier: np.ndarray, mean: np.ndarray
+    rows: np.ndarray,
+    transform: np.ndarray,
+    multiplier: np.ndarray,
+    mean: np.ndarray,
+    feedback: Feedback | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Steps 1 to 9: codes uint8 [R, K, D] and scale bits uint16 [R, K] of bf16 rows [R, K, D].
 
@@ -111,11 +149,14 @@ def quantize_rows(
     y = rotate(fixed, transform)
     magnitude = (np.abs(y) >> 3).sum(axis=-1, dtype=np.int64) // y.shape[-1]
     s = ((magnitude * multiplier.astype(np.int64)) >> 5).astype(np.int32)
+    scale = to_bfloat16(s.astype(np.float32) * power_of_two(exponent - 19))
+    if feedback is not None:
+        return sequential_codes(y, s, feedback), scale
     threshold = s[..., None]
     codes = (y >= -threshold).astype(np.uint8)
     codes += y >= 0
     codes += y >= threshold
-    return codes, to_bfloat16(s.astype(np.float32) * power_of_two(exponent - 19))
+    return codes, scale
 
 
 # --- section 3: pages -----------------------------------------------------------------------------
@@ -153,6 +194,7 @@ def quantize_pages(
     transform: np.ndarray,
     multiplier: np.ndarray,
     mean: np.ndarray | None = None,
+    feedback: Feedback | None = None,
 ) -> dict[str, np.ndarray]:
     """Pages of bf16 rows [64 P, K, D]: codes [64 P, K, D], scale [64 P, K], words, and page_mean for keys."""
     tokens, heads, head_dim = rows.shape
@@ -165,7 +207,7 @@ def quantize_pages(
     else:
         assert mean is not None, "values need their calibrated mean"
         row_mean = mean[None]
-    codes, scale = quantize_rows(rows, transform, multiplier, row_mean)
+    codes, scale = quantize_rows(rows, transform, multiplier, row_mean, feedback)
     result.update(codes=codes, scale=scale)
     result["words"] = pack_pages(role, codes.reshape(pages, PAGE, heads, head_dim))
     return result

@@ -68,6 +68,44 @@ def golden_cache() -> dict[str, np.ndarray]:
     return {"key": key, "value": value, **rotation}
 
 
+def golden_sequential() -> dict[str, np.ndarray]:
+    """Rows of keys and values [192, 1, 64], transforms, feedback in 4 blocks, multipliers and the mean."""
+    rng = np.random.default_rng(24)
+    rotation = rows.make_rotation(rng, 1, 64, "channel_balanced")
+    later = np.arange(64)[:, None] // 16 < np.arange(64)[None] // 16
+    data = {name: rotation[name] for name in rotation if name.endswith(("transform", "multiplier"))}
+    data = {name: array for name, array in data.items() if name[0] in "kv"} | {
+        "value_mean": rotation["value_mean"]
+    }
+    for role, shift in (("key", 7), ("value", 3)):
+        families = (rows.normal_rows, rows.all_bit_patterns, rows.threshold_ties)
+        data[role] = np.concatenate([family(rng, (64, 1, 64))[:64] for family in families])
+        data[f"{role}_feedback"] = (rng.integers(-127, 128, (1, 64, 64)) * later).astype(np.int8)
+        data[f"{role}_feedback_shift"] = np.array([shift], np.int32)
+    return data
+
+
+def run_sequential(data: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the oracle makes of `golden_sequential`: words and scales of both roles."""
+    out = {}
+    for role in ("key", "value"):
+        feedback = oracle.Feedback(data[f"{role}_feedback"], data[f"{role}_feedback_shift"], 4)
+        mean = data["value_mean"] if role == "value" else None
+        arrays = (data[role], data[f"{role}_transform"], data[f"{role}_multiplier"], mean)
+        pages = oracle.quantize_pages(role, *arrays, feedback)
+        out |= {f"{role}_{name}": pages[name] for name in ("words", "scale")}
+    return out
+
+
+def write_sequential(directory: Path) -> dict[str, Any]:
+    """Writes sequential.npz and sequential.json, of sequential rounding; returns the latter's content."""
+    data = golden_sequential()
+    np.savez_compressed(directory / "sequential.npz", **data)  # type: ignore
+    record = {"format": FORMAT, "inputs": digests(data), "outputs": digests(run_sequential(data))}
+    (directory / "sequential.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
 def write_golden(directory: Path) -> dict[str, Any]:
     """Writes one .npz per case, cache.npz and golden.json; returns the content of golden.json."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -90,6 +128,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     write_golden(Path(arguments[0]))
+    write_sequential(Path(arguments[0]))
     return 0
 
 

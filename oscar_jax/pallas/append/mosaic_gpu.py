@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import cache_format as fmt
 from ...core.errors import ShapeError
 from ...layer_cache import LayerCache
-from ...quantize import check_transform, round_to_bfloat16
+from ...quantize import check_transform, require_nearest, round_to_bfloat16
 from ..machine.registers import Warpgroup
 from ..quantize.mosaic_gpu import check_mean
 from ..quantize.page import (
@@ -233,6 +233,7 @@ def append_token(
     for name, rows in (("key", key), ("value", value)):
         if rows.shape != (cache.batch, 1, heads, head_dim):
             raise ShapeError(f"{name} rows {rows.shape}, expected {(cache.batch, 1, heads, head_dim)}")
+    require_nearest(rotation, "the Mosaic append kernel")
     shape = append_shape(cache, rotation)
     check_transform(heads, head_dim, rotation.key_transform, rotation.key_multiplier)
     check_transform(heads, head_dim, rotation.value_transform, rotation.value_multiplier)

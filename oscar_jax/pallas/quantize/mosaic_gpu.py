@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ...core import cache_format as fmt
 from ...core.errors import DTypeError, ShapeError
-from ...quantize import check_pages, round_to_bfloat16
+from ...quantize import check_pages, require_nearest, round_to_bfloat16
 from ..machine.registers import Warpgroup
 from ..machine.tuning import page_costs, quantize_plan
 from .page import (
@@ -191,6 +191,7 @@ def quantize_value_pages(
 
 def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] in one launch: the INT2 arrays, by name."""
+    require_nearest(rotation, "the Mosaic quantizer")
     if key_pages.shape != value_pages.shape:
         raise ShapeError(f"key pages {key_pages.shape} and value pages {value_pages.shape} differ")
     check_pages(key_pages, rotation.key_transform, rotation.key_multiplier)

@@ -7,6 +7,7 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import ShapeError
+from ...quantize import require_nearest
 from ..launch.tensors import check_device, int16_bits, int32_pairs, rotation_stride
 from ..quantize.steps import (
     CODES,
@@ -223,6 +224,7 @@ def append_arguments(
     for name, rows in (("key", key), ("value", value)):
         if rows.shape != (batch, 1, heads, head_dim):
             raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
+    require_nearest(rotation, "the append kernel")
     check_device(cache.window_key)
     shift = int(cache.capacity).bit_length()
     if parts << shift > 1 << 31:

@@ -22,6 +22,7 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import DTypeError, ShapeError
+from ...quantize import require_nearest
 from ..launch.tensors import (
     LARGE_SHARED_MEMORY,
     check_device,
@@ -266,6 +267,7 @@ def quantize_page_pair(
     key_pages: torch.Tensor, value_pages: torch.Tensor, rotation, *, launch: Launch = _launch_bulk
 ) -> dict[str, torch.Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    require_nearest(rotation, "the Triton quantizer")
     keys = _prepare("key", key_pages, rotation.key_transform, rotation.key_multiplier)
     values = _prepare(
         "value", value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
