@@ -34,10 +34,6 @@ class Feedback:
     shift: Tensor
     steps: int
 
-    def to(self, device: torch.device | str) -> "Feedback":
-        """The same feedback with its tensors on `device`."""
-        return Feedback(self.matrix.to(device), self.shift.to(device), self.steps)
-
 
 def round_to_bfloat16(rows: Tensor) -> Tensor:
     """Rounds to the nearest bfloat16, ties to even; bfloat16 passes through unchanged."""

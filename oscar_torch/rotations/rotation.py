@@ -56,9 +56,12 @@ class LayerRotation:
 
     def to(self, device: torch.device | str) -> "LayerRotation":
         """The same rotation with its tensors on `device`."""
-        present = [name for name in FEEDBACKS if getattr(self, name) is not None]
-        names = (*fmt.ROTATION_FIELDS, *present)
-        return LayerRotation(**{name: getattr(self, name).to(device) for name in names})
+        arrays: dict[str, Any] = {name: getattr(self, name).to(device) for name in fmt.ROTATION_FIELDS}
+        for name in FEEDBACKS:
+            if (feedback := getattr(self, name)) is not None:
+                matrix, shift = feedback.matrix.to(device), feedback.shift.to(device)
+                arrays[name] = Feedback(matrix, shift, feedback.steps)
+        return LayerRotation(**arrays)
 
     @classmethod
     def from_numpy(cls, fields: Mapping[str, np.ndarray], rounding_steps: int = 0) -> "LayerRotation":
