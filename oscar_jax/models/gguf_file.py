@@ -6,7 +6,9 @@ of 262 144 tokens; walking the header once takes a fraction of one.
 
 import dataclasses
 import mmap
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _BLOCKS_AT_A_TIME = 16_384
+_THREADS = min(8, os.cpu_count() or 1)
 # value type -> struct code; 8 is a string, 9 an array
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -68,8 +71,22 @@ class GGUFFile:
         tensor = self.tensors[name]
         return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
 
+    def check_readable(self) -> None:
+        """Raises CheckpointError for the first tensor whose code the gguf library cannot dequantize."""
+        from gguf import quants
+        from gguf.constants import GGMLQuantizationType
+
+        allowed = [kind.name for kind in GGMLQuantizationType if hasattr(quants, kind.name)]
+        allowed += ["F32", "F16"]
+        for name, tensor in self.tensors.items():
+            if tensor.quantization.name not in allowed:
+                raise CheckpointError(
+                    f"tensor {name} of {self.path} is of type {tensor.quantization.name}, which the gguf "
+                    f"library cannot dequantize, allowed: {', '.join(sorted(allowed))}"
+                )
+
     def load(self, name: str) -> np.ndarray:
-        """The tensor dequantized to float32, rows first."""
+        """The tensor dequantized to float32, rows first; its code must pass `check_readable`."""
         from gguf import quants
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -77,18 +94,23 @@ class GGUFFile:
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
         if tensor.quantization in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             return quants.dequantize(raw, tensor.quantization).reshape(tensor.shape)
-        codec = getattr(quants, tensor.quantization.name, None)
-        if codec is None:
-            raise CheckpointError(
-                f"tensor {name} of {self.path}: the gguf library cannot dequantize {tensor.quantization.name}"
-            )
+        codec = getattr(quants, tensor.quantization.name)
         # Large groups of blocks: the library's own loop takes 16 rows at a time.
         block, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
         blocks = raw.reshape(-1, block_bytes)
         out = np.empty((len(blocks), block), np.float32)
-        for start in range(0, len(blocks), _BLOCKS_AT_A_TIME):
+
+        def fill(start: int) -> None:
             group = slice(start, start + _BLOCKS_AT_A_TIME)
             out[group] = codec.dequantize_blocks(blocks[group])
+
+        starts = range(0, len(blocks), _BLOCKS_AT_A_TIME)
+        if len(starts) < 2 * _THREADS:
+            for start in starts:
+                fill(start)
+        else:  # the embedding alone can be half of the file
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(fill, starts))
         return out.reshape(tensor.shape)
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

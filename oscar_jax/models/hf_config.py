@@ -12,6 +12,7 @@ from typing import Any
 from ..core.errors import CheckpointError, ConfigError
 from .config import ModelConfig
 from .family import Family, Fields, Settings, family_of
+from .quantized import check_quantization
 from .rope import RopeConfig, rope_of_parameters
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -28,7 +29,7 @@ _HARMLESS = frozenset(
     chunk_size_feed_forward problem_type id2label label2id num_labels finetuning_task
     task_specific_params pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
     decoder_start_token_id prefix pretraining_tp bos_token eos_token pad_token license
-    attn_implementation experts_implementation use_flash_attn transformers.js_config
+    quantization_config attn_implementation experts_implementation use_flash_attn transformers.js_config
     cache_implementation unsloth_fixed unsloth_version quantization ignore_keys_at_rope_validation
     max_length min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
     num_return_sequences length_penalty no_repeat_ngram_size early_stopping diversity_penalty
@@ -133,11 +134,8 @@ def config_from_hf(
         if not isinstance(text, dict):
             raise ConfigError(f"{family.text_section} holds {type(text).__name__}, expected an object")
         _refuse(sorted(set(around) - _AROUND_TEXT), around, _HARMLESS, _NEUTRAL, "config.json")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"weights quantized by {method!r} (quantization_config) are not supported, allowed: none"
-        )
+    if (quantization := raw.get("quantization_config")) is not None:
+        check_quantization(quantization)
     settings = Settings(text, family.defaults)
     fields = _read_common(settings, family)
     fields |= family.fields

@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from .family import Family, TensorSource, all_families
 from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile
 from .hf_config import read_hf_config
+from .quantized import dequantized
+from .safetensors_file import SafetensorsFile
 from .tokenizer import leading_bos, load_tokenizer
 
 # name for `load_model` -> (distribution to install, module that assembles one GGUF file)
@@ -54,6 +57,7 @@ _GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
+_LOADERS = 8  # tensors read at the same time
 # Buffers and towers of Hugging Face files that a text decoder does not use.
 _HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
@@ -121,6 +125,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:
     except ImportError:
         raise CheckpointError(f"reading {path} needs the package gguf: pip install gguf") from None
     file = GGUFFile(path)
+    file.check_readable()
     divisors = None
     if _GGUF_ROPE_DIVISORS in file.tensors:
         divisors = tuple(float(x) for x in file.load(_GGUF_ROPE_DIVISORS))
@@ -156,8 +161,6 @@ def settle_tying(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig
 
 def open_safetensors(directory: Path) -> TensorSource:
     """Tensors of `model.safetensors` or of the shards named by `model.safetensors.index.json`."""
-    from safetensors import SafetensorError, safe_open
-
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -171,24 +174,21 @@ def open_safetensors(directory: Path) -> TensorSource:
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
     opened, shapes, place = {}, {}, {}
     for file in files:
-        try:
-            opened[file] = safe_open(directory / file, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{directory / file} is not a readable safetensors file: {error}") from None
-        for stored in opened[file].keys():
+        opened[file] = SafetensorsFile(directory / file)
+        for stored, shape in opened[file].shapes.items():
             if _HF_IGNORED.search(stored):
                 continue
             # Multimodal checkpoints nest the text decoder.
             name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", stored)
             name = name.removeprefix("language_model.")
-            shapes[name] = tuple(opened[file].get_slice(stored).get_shape())
+            shapes[name] = shape
             place[name] = (file, stored)
 
     def load(name: str) -> np.ndarray:
         file, stored = place[name]
-        return opened[file].get_tensor(stored)
+        return opened[file].load(stored)
 
-    return TensorSource(shapes, load)
+    return dequantized(TensorSource(shapes, load))
 
 
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
@@ -217,14 +217,18 @@ def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_
     wanted, structure = jax.tree_util.tree_flatten_with_path(state)
     parameters = [_Parameter.from_path(path, leaf, family, config) for path, leaf in wanted]
     _check_tensors(parameters, source.shapes, config.tie_embeddings)
-    leaves = []
-    for parameter in parameters:
+
+    def fill(parameter: _Parameter) -> jax.Array:
         parts = [np.asarray(source.load(name)) for name in parameter.names]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
             array = array.astype(np.float32) + 1.0
         array = array.swapaxes(-1, -2) if parameter.transposed else array
-        leaves.append(jnp.asarray(array, dtype=parameter.dtype))
+        return jnp.asarray(array, dtype=parameter.dtype)
+
+    # Threads: NumPy lets go of the interpreter while it dequantizes; few, so that few tensors exist twice.
+    with ThreadPoolExecutor(min(_LOADERS, os.cpu_count() or 1)) as pool:
+        leaves = list(pool.map(fill, parameters))
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 

@@ -3,6 +3,7 @@
 A family's test is one entry of TINY. `FAMILIES` of test_models.py (the first four) face more tests.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.generate import generate
-from oscar_jax.models.family import all_families
+from oscar_jax.models.family import TensorSource, all_families
+from oscar_jax.models.hf_config import config_from_hf
+from oscar_jax.models.quantized import dequantized
+from oscar_jax.models.tensors import stack_experts
 from oscar_jax.models.weights import build_model, open_checkpoint
 from oscar_jax.rotations.rotation import hadamard_rotation
 
@@ -131,3 +136,171 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert made.tokens[0][0] == first
     windows = config.layer_windows
     assert (made.statistics.cache_bytes["int2_pages"] > 0) == (None in windows)
+
+
+GGUF_KEYS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32},
+    "qwen2_moe": {
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 32,
+        "expert_shared_feed_forward_length": 48,
+    },
+    "phi3": {},
+    "olmo2": {},
+    "granite": {
+        "attention.scale": 0.6,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+    },
+    "glm4": {"rope.dimension_count": 16},
+    "smollm3": {"rope.freq_base": 2e6},
+}
+# Settings that GGUF cannot hold, or that llama.cpp computes in one way only.
+GGUF_CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"decoder_sparse_step": 1},
+    "phi3": {"rope_scaling": None, "sliding_window": None},
+    "olmo2": {"rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("family", list(GGUF_KEYS))
+def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The tiny checkpoint as llama.cpp's converter would write it, names from its own table."""
+    import gguf
+
+    monkeypatch.setitem(TINY, family, {**TINY[family], **GGUF_CHANGES.get(family, {})})
+    random_reference(family).save_pretrained(tmp_path)
+    config, source = open_checkpoint(tmp_path)
+    known = all_families()[family]
+    architecture = known.gguf_architectures[0]
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
+    writer.add_name(f"tiny {family}")
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_query_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    keys = {"rope.freq_base": 1e4, **GGUF_KEYS[family]}
+    for key, value in keys.items():
+        if isinstance(value, float):
+            writer.add_float32(f"{architecture}.{key}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    stacked = stack_experts(source)
+    for name in stacked.shapes:
+        stem, _, suffix = name.rpartition(".")
+        array = stacked.load(name).astype(np.float32)
+        if known.gguf_interleaves_rope and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_query_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            array = array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCABULARY, (1, 24)))
+    logits = [
+        np.asarray(build_model(*opened, dtype=jnp.float32, param_dtype=jnp.float32)(tokens)[0])
+        for opened in ((config, source), open_checkpoint(tmp_path / "tiny.gguf"))
+    ]
+    assert np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max() <= 2e-5
+
+
+def quantize_blocks(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """FP8 values and float32 factors, one per block of `block` rows and columns."""
+    import ml_dtypes
+
+    grid = weight.reshape(weight.shape[0] // block, block, weight.shape[1] // block, block)
+    factors = np.abs(grid).max(axis=(1, 3), keepdims=True) / 448.0
+    return (grid / factors).reshape(weight.shape).astype(ml_dtypes.float8_e4m3fn), factors[:, 0, :, 0]
+
+
+def test_fp8_weights_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """A GLM-4 MoE as it is published in FP8: block scales, experts one by one; logits equal transformers'."""
+    import torch
+    from safetensors.numpy import load_file
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    random_reference("glm4_moe").save_pretrained(tmp_path)
+    stored: dict[str, Any] = {}
+    for name, array in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = torch.from_numpy(array.copy())
+        if array.ndim == 2 and "_proj" in name:
+            values, factors = quantize_blocks(array, 16)
+            stored[name] = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.from_numpy(factors.copy())
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16)),
+    ).eval()
+    config, source = open_checkpoint(tmp_path)
+    model = build_model(config, source, dtype=jnp.float32, param_dtype=jnp.float32)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 24))
+    with torch.no_grad():
+        theirs = reference(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    ours = np.asarray(model(jnp.asarray(tokens))[0])
+    assert np.abs(ours - theirs).max() / np.abs(theirs).max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "weights quantized by 'bitsandbytes', allowed: none, fp8"),
+        ({"quant_method": "mxfp4"}, "weights quantized by 'mxfp4'"),
+        ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        ({"scale_fmt": "new"}, "unknown key 'scale_fmt' = 'new'"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    raw = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", **change}}
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(raw, model_id="x")
+
+
+def test_scales_that_do_not_fit_are_named() -> None:
+    shapes = {"a.weight": (32, 32), "a.weight_scale_inv": (3, 2)}
+    source = TensorSource(shapes, lambda name: np.ones(shapes[name], np.float32))
+    with pytest.raises(CheckpointError, match=r"a.weight_scale_inv has shape \[3, 2\]"):
+        dequantized(source)
+    with pytest.raises(CheckpointError, match=r"b.weight_scale_inv has no b.weight"):
+        dequantized(TensorSource({"b.weight_scale_inv": (1, 1)}, source.load))
+
+
+def families_table() -> str:
+    """The table of docs/models.md: every family, the names it answers to, what its test compares."""
+    import transformers
+
+    lines = [
+        "| family | `model_type` | GGUF architecture | against transformers |",
+        "|---|---|---|---|",
+    ]
+    for family in sorted(all_families().values(), key=lambda family: family.name):
+        test = "test_families.py" if family.name in TINY else "test_models.py"
+        types, architectures = (
+            ", ".join(f"`{name}`" for name in names) or "-"
+            for names in (family.model_types, family.gguf_architectures)
+        )
+        lines.append(f"| {family.name} | {types} | {architectures} | `{test}`, {transformers.__version__} |")
+    return "\n".join(lines)
+
+
+def test_the_page_lists_every_family() -> None:
+    """docs/models.md holds the table that this run produces."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert families_table() in page, families_table()

@@ -312,6 +312,20 @@ def test_quantized_gguf_blocks_are_dequantized(references: dict, tmp_path: Path)
         assert 0 < error < 0.01 if "o_proj" in name else error == 0, name
 
 
+def test_gguf_codes_without_a_decoder_are_named(references: dict, tmp_path: Path) -> None:
+    """Refused when the file is opened, with the codes that can be read."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "qwen3", references["qwen3"][0], quantized=("o_proj",))
+    name = b"blk.0.attn_output.weight"
+    whole = bytearray(path.read_bytes())
+    at = whole.index(name) + len(name) + 4 + 2 * 8  # behind the name: number of axes, two sizes, type
+    assert whole[at] == 8  # Q8_0
+    whole[at] = 9  # Q8_1, blocks of 36 bytes
+    path.write_bytes(bytes(whole) + bytes(1 << 16))
+    with pytest.raises(CheckpointError, match=r"blk.0.attn_output.weight .* Q8_1.* allowed: BF16, F16, F32"):
+        open_checkpoint(path)
+
+
 @pytest.fixture(scope="module")
 def gemma_file() -> Path:
     """The published Gemma 3 270M weights in Q4_K_M, from their package."""
