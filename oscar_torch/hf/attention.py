@@ -227,7 +227,10 @@ def _static_mask(layer: StaticLayer, attention_mask: Tensor, q_length: int) -> T
             layer.ledger.check_columns(attention_mask.shape[1], q_length)
     if q_length > 1 and _unless_all_tokens(new) is None:
         return None
-    return new.to(torch.int32)[:, None, :, None].contiguous()
+    # A tensor of its own: a view of one sequence is contiguous whatever its strides, which grow with the
+    # columns and would make every step a new one for a compiler.
+    mask = torch.empty((new.shape[0], 1, q_length, 1), dtype=torch.int32, device=new.device)
+    return mask.copy_(new[:, None, :, None])
 
 
 @outside_graphs

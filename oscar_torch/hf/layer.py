@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .. import ops
 from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
@@ -31,6 +30,7 @@ from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
 from .pieces import attend_in_pieces
+from .rows import decode_attention
 
 ATTENTION = "oscar"  # the name for attn_implementation
 PREFILL_CHUNK = 2048  # prompts are attended to in pieces that end at multiples of this
@@ -369,7 +369,7 @@ class OscarLayer(CacheLayerMixin):
                 self.store, self.rotation, key[:, column], value[:, column], new_lengths,
                 implementation=self.implementation, check=False,
             )  # fmt: skip  # `_reserve` has found room
-            out = ops.decode_attention(query[:, t], self.store, self.rotation, **options)[:, None]
+            out = decode_attention(query[:, t], self.store, self.rotation, **options)[:, None]
             outputs.append(out if real is None else out * real[:, column, None, None])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -18,6 +18,7 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..layer_cache import DenseCache, LayerCache, recent_slot
 from ..quantize import round_to_bfloat16
+from .rows import chunk_attention
 
 PAGE = fmt.PAGE_TOKENS
 
@@ -94,7 +95,7 @@ def attend_in_pieces(
             column = (_integers(tuple(done), device)[:, None] + step).clamp(max=columns - 1)
             column = column if order is None else order.gather(1, column)
             piece = query[rows, column], key[rows, column], value[rows, column]
-        result = ops.chunk_attention(
+        result = chunk_attention(
             *piece, store, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
         )
         if together:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..cache import append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..layer_cache import DenseCache, LayerCache
 from ..quantize import require_nearest
 from ..rotations.rotation import LayerRotation
+from .rows import decode_attention
 
 ALIGNMENT = 256  # bytes; kernels read whole vectors
 
@@ -146,7 +146,7 @@ def decode_step(
         append_rows(
             state.store, state.rotation, key, value, new_lengths, implementation=implementation, check=False
         )
-    out = ops.decode_attention(
+    out = decode_attention(
         query[:, :, 0], state.store, state.rotation, softmax_scale=softmax_scale,
         sliding_window=sliding_window, sink_logits=sink_logits, implementation=implementation,
     )  # fmt: skip

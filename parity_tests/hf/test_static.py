@@ -145,6 +145,23 @@ def test_one_graph_serves_other_caches_and_breaks_nowhere():
     assert out.logits.shape == (1, 1, 97)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_compiles_one_step_once(batch):
+    """No input of a step changes its size or strides from step to step, whatever the batch."""
+    torch._dynamo.reset()
+    model = make_model("gemma3")
+    ids, mask = left_padded(prompts(70, 60)[:batch])
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append([x.stride() for x in inputs if isinstance(x, torch.Tensor)])
+        return graph.forward
+
+    cache = make_cache(model, max_length=90)
+    generate(model, ids, cache, 8, attention_mask=mask, compile_config=compiled(counting))
+    assert len(graphs) == 1
+
+
 def test_declared_mutations_are_the_real_ones():
     """Functionalized by AOTAutograd, which believes the declaration, the step still stores its rows."""
     torch._dynamo.reset()
