@@ -3,17 +3,19 @@
 import copy
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..cache import live_bytes
 from ..core import cache_format as fmt
 from ..core.errors import ConfigError
+from ..core.rotation_header import FINGERPRINT_FIELD
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
+from .fingerprint import model_fingerprint
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer, interrupted
 from .model_check import _hub_id, cache_config, layer_windows
 from .static_layer import Ledger, StaticLayer
@@ -22,13 +24,13 @@ from .static_layer import Ledger, StaticLayer
 class OscarCache(Cache):
     """A 2-bit cache for `model.generate(past_key_values=...)`.
 
-    `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read. With
+    `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read, or
+    the model itself, whose weights then tell by their fingerprint whether the rotations are theirs. With
     `max_length` (tokens per sequence) memory is allocated once, `generate` compiles its steps on a GPU, and
     longer sequences raise CacheFullError; without it the pools grow. Layers with a short sliding window keep
-    a BF16 ring by `window_policy`.
-    `model_id`, default the hub name in the config, must be the one in the rotations' header.
-    `implementation` is that of `cache.attend`. Raises ConfigError for models this cache cannot serve,
-    CheckpointError for rotations of another model; nothing is allocated before.
+    a BF16 ring by `window_policy`. `model_id`, default the hub name in the config, must be the one in the
+    rotations' header. `implementation` is that of `cache.attend`. Raises ConfigError for models this cache
+    cannot serve, CheckpointError for rotations of another model; nothing is allocated before.
     """
 
     layers: list[Any]  # OscarLayer
@@ -46,6 +48,8 @@ class OscarCache(Cache):
         model_id: str | None = None,
         implementation: str | None = None,
     ) -> None:
+        model: Any = config if isinstance(config, nn.Module) else None
+        config = cast(Any, config if model is None else model.config)
         text_config = config.get_text_config(decoder=True)
         windows = layer_windows(config)
         geometry = cache_config(text_config, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
@@ -54,7 +58,11 @@ class OscarCache(Cache):
         else:
             rotations = load_rotation_set(rotations)
         int2 = list(window_policy.int2_layers(windows))
-        rotations.require_fits(geometry, int2, model_id=model_id or _hub_id(config))
+        fingerprint = None
+        if model is not None and model_id is None and rotations.header.extra.get(FINGERPRINT_FIELD):
+            fingerprint = model_fingerprint(model)
+        name = model_id or _hub_id(config)
+        rotations.require_fits(geometry, int2, model_id=name, fingerprint=fingerprint)
         if prefill_chunk < fmt.PAGE_TOKENS or prefill_chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
         if max_length is not None and max_length < 1:

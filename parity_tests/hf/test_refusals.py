@@ -6,7 +6,9 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
 from oscar_torch.core.errors import CheckpointError, ConfigError, OscarError, ShapeError  # noqa: E402
+from oscar_torch.core.rotation_header import FINGERPRINT_FIELD  # noqa: E402
 from oscar_torch.hf import cache as hf_cache  # noqa: E402
+from oscar_torch.hf.fingerprint import model_fingerprint  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     SMALL,
     generate,
@@ -59,6 +61,23 @@ def test_rotations_of_another_model_are_refused(changes, message):
         hf_cache.OscarCache(make_rotations(config, **({"model_id": "some/Model-4B"} | changes)), config)
     hf_cache.OscarCache(make_rotations(config, model_id="a-copy/model-4b"), config)
     hf_cache.OscarCache(make_rotations(config, model_id="x"), config, model_id="x")
+
+
+def test_the_fingerprint_decides_whose_rotations_these_are():
+    """[16] Renamed weights are accepted, other weights under the same name are not; a name overrides."""
+    model, other = make_model("llama"), make_model("llama")
+    torch.nn.init.normal_(other.model.layers[0].self_attn.k_proj.weight)
+    extra = {FINGERPRINT_FIELD: model_fingerprint(model)}
+    rotations = make_rotations(model.config, model_id="some/name", extra=extra)
+    for each in (model, other):
+        each.config._name_or_path = "other/renamed" if each is model else "some/name"
+    hf_cache.OscarCache(rotations, model)
+    with pytest.raises(CheckpointError, match="made for other weights") as error:
+        hf_cache.OscarCache(rotations, other)
+    assert "\n" not in str(error.value)
+    hf_cache.OscarCache(rotations, other, model_id="some/name")
+    with pytest.raises(CheckpointError, match="'other/renamed'"):
+        hf_cache.OscarCache(rotations, model.config)  # a config has no weights, the name is all there is
 
 
 def test_misuse_is_refused():
