@@ -12,7 +12,7 @@ Definitions ("statistics version 1"), rows as row vectors, per key/value head, K
   cache never codes one.
 - value covariance: Σ vᵀv / rows − mᵀm, m the value mean.
 - exact score-weighted value covariance C_S (the paper's): Σ oᵀo / rows over the attention outputs o of all
-  query heads of the group; needs the outputs, see `causal_attention_output`.
+  query heads of the group; needs the outputs.
 - surrogate value covariance (the published code's): Σ w vᵀv / Σ w with w = k·M·kᵀ. There M is C_Q of the very
   same rows, which no single pass can know. Here M is C_Q as it stood when `fix_surrogate_metric` was called:
   call it after a first pass (or a first sequence) and all later rows are weighed by that one matrix.
@@ -295,49 +295,6 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
         ),
         tokens=tokens,
     )
-
-
-def causal_attention_output(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    position: jax.Array | int,
-    *,
-    softmax_scale: float,
-    block: int = 256,
-) -> jax.Array:
-    """Softmax attention, float32 [T, N, D], of query [T, N, D] from `position` on over key, value [S, K, D].
-
-    Query t sees keys 0 … position + t. Keys are read in blocks, so that memory beyond the arguments is
-    T · N · block whatever S. For models whose attention does not hand out its own outputs.
-    """
-    tokens, query_heads, head_dim = query.shape
-    stored, heads, _ = key.shape
-    grouped = query.astype(jnp.float32).reshape(tokens, heads, query_heads // heads, head_dim) * softmax_scale
-    padding = ((0, -stored % block), (0, 0), (0, 0))
-    blocks = [
-        jnp.pad(a.astype(jnp.float32), padding).reshape(-1, block, heads, head_dim) for a in (key, value)
-    ]
-    last = position + jnp.arange(tokens)
-
-    def step(carry, inputs):
-        maximum, denominator, total = carry  # [T, K, G], [T, K, G], [T, K, G, D]
-        index, keys, values = inputs
-        scores = jnp.einsum("tkgd,skd->tkgs", grouped, keys, precision="highest")
-        places = index * block + jnp.arange(block)
-        visible = (places[None] <= last[:, None]) & (places < stored)[None]
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        # Key 0 is visible to every query, so the maximum is finite from the first block on.
-        new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
-        weights = jnp.exp(scores - new_maximum[..., None])
-        shrink = jnp.exp(maximum - new_maximum)
-        total = total * shrink[..., None] + jnp.einsum("tkgs,skd->tkgd", weights, values, precision="highest")
-        return (new_maximum, denominator * shrink + weights.sum(axis=-1), total), None
-
-    shape = grouped.shape[:3]
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape))
-    (_, denominator, total), _ = jax.lax.scan(step, start, (jnp.arange(len(blocks[0])), *blocks))
-    return (total / denominator[..., None]).reshape(query.shape)
 
 
 def _add(total: Total, term: jax.Array) -> Total:

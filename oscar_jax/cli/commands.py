@@ -204,10 +204,21 @@ def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
     )
 
 
+def _keep_compiled_programs() -> None:
+    """Programs compiled for an accelerator outlive the process; a place that is already set is kept."""
+    import jax
+
+    if jax.default_backend() != "cpu" and not jax.config.jax_compilation_cache_dir:
+        jax.config.update(
+            "jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "oscar-kv" / "jax")
+        )
+
+
 def _model(arguments: argparse.Namespace) -> "Subject":
     from rich.console import Console
 
     from ..evaluation.subject import load_subject
 
+    _keep_compiled_programs()
     with Console(stderr=True).status(f"loading {pathlib.Path(arguments.model).name}"):
         return load_subject(arguments.model, arguments.dtype)

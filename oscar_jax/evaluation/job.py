@@ -222,6 +222,21 @@ def int2_share(positions: np.ndarray, config: CacheConfig) -> float:
     return float(np.mean(fmt.PAGE_TOKENS * pages / (positions + 1)))
 
 
+def split_methods(methods: Sequence[Method], bytes_each: int) -> list[list[Method]]:
+    """Methods that walk together, BF16 first in every group; one group unless memory is too small.
+
+    `bytes_each`: what the rows of one method take. Half of the free memory is left to the model's steps.
+    """
+    memory = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return [list(methods)]
+    free = (memory["bytes_limit"] - memory.get("bytes_in_use", 0)) // 2
+    others = max(1, free // max(1, bytes_each) - 1)
+    rest = methods[1:]
+    groups = [[methods[0], *rest[i : i + others]] for i in range(0, len(rest), others)]
+    return groups or [[methods[0]]]
+
+
 def evaluate_stream(
     runner: Runner,
     methods: Sequence[Method],
@@ -235,8 +250,38 @@ def evaluate_stream(
 ) -> StreamResult:
     """Runs every method over `tokens` int32 [S] side by side; `layers` are the quantized ones.
 
-    methods[0] is BF16, the reference. `on_chunk(tokens)` is called when a chunk is judged for all methods.
+    methods[0] is BF16, the reference. `on_chunk(tokens)` is called when a chunk is judged for all methods. If
+    the device's memory does not hold the rows of all of them, some walk after the others.
     """
+    config = runner.config
+    per_token = config.num_key_value_heads * config.head_dim * (4 * config.num_layers + 8 * len(layers))
+    groups = split_methods(methods, per_token * len(tokens))
+    parts = []
+    for number, group in enumerate(groups):
+
+        def counted(tokens: int, number: int = number) -> None:  # a chunk once, in equal shares of the groups
+            on_chunk(tokens * (number + 1) // len(groups) - tokens * number // len(groups))
+
+        parts.append(_walk(runner, group, stream, tokens, layers, chunk=chunk, every=every, on_chunk=counted))
+    result = parts[0]
+    for part in parts[1:]:
+        for field in ("nll", "kl", "top1", "layer_errors", "cache_bytes"):
+            getattr(result, field).update(getattr(part, field))
+    return result
+
+
+def _walk(
+    runner: Runner,
+    methods: Sequence[Method],
+    stream: TokenStream,
+    tokens: np.ndarray,
+    layers: Sequence[int],
+    *,
+    chunk: int,
+    every: int,
+    on_chunk: Callable[[int], None],
+) -> StreamResult:
+    """One batch of methods over `tokens`; see `evaluate_stream`."""
     config = runner.config
     geometry = config.cache_config()
     context = len(tokens)

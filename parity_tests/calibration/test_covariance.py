@@ -180,16 +180,6 @@ def test_many_chunks_lose_no_digits():
     assert int(state.token_rows) == 100_000 and int(state.key_rows) == 100_000 // 64 * 64
 
 
-@pytest.mark.parametrize("block", [32, 64, 512])
-def test_blockwise_attention_equals_dense(rows, block):
-    query, key, value = rows
-    expected = attention(query, key, value)
-    output = covariance.causal_attention_output(query, key, value, 0, softmax_scale=SCALE, block=block)
-    np.testing.assert_allclose(output, expected, atol=2e-5)
-    later = covariance.causal_attention_output(query[301:], key, value, 301, softmax_scale=SCALE, block=block)
-    np.testing.assert_allclose(later, expected[301:], atol=2e-5)
-
-
 def test_new_sequence_starts_a_page(rows, metric):
     """Two sequences give the mean of both; the first one's open page does not leak into the second."""
     state = gather(rows, (64, 7, 7, 7, 7, 7, 1), metric=metric)

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -374,3 +375,30 @@ def test_a_method_has_one_colour_everywhere() -> None:
     assert len(set(known)) == len(known) and not set(known) & set(plots.OTHER_COLORS)
     assert plots.method_color("int2") == "tab:blue"
     assert plots.method_color("int2:oscar@0.3") == plots.method_color("int2:oscar@0.3") in plots.OTHER_COLORS
+
+
+def test_methods_that_do_not_fit_together_walk_one_after_the_other(
+    tiny: tuple, result: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same figures, every group with its own BF16 row, and a bar that still ends at the whole."""
+    methods, whole = result
+    assert evaluation_job.split_methods(methods, 1) == [methods]
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 200})
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation_job.jax, "devices", lambda: [device])
+        names = [[m.name for m in group] for group in evaluation_job.split_methods(methods, 130)]
+        assert names == [["bf16", "int2", "int2:balanced@0.1@1.6"], ["bf16", "published", "hadamard"],
+                         ["bf16", "naive"]]  # fmt: skip
+        assert evaluation_job.split_methods(methods[:1], 10**6) == [methods[:1]]
+        assert [len(group) for group in evaluation_job.split_methods(methods, 10**6)] == [2] * 5
+    groups = [[methods[0], methods[1]], [methods[0], *methods[2:]]]
+    monkeypatch.setattr(evaluation_job, "split_methods", lambda *_: groups)
+    done: list[int] = []
+    split = evaluation_job.evaluate_stream(
+        tiny[3], methods, whole.stream, whole.stream.tokens, LAYERS, chunk=192, every=3, on_chunk=done.append
+    )
+    assert sum(done) == CONTEXT
+    for method in methods:
+        np.testing.assert_allclose(split.kl[method.name], whole.kl[method.name], atol=1e-3)
+        assert split.cache_bytes[method.name] == whole.cache_bytes[method.name]
+    assert split.layer_errors.keys() == whole.layer_errors.keys()
