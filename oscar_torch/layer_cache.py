@@ -40,6 +40,9 @@ class LayerCache:
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
 
+    # `history_pages` on the host, where a caller keeps count: spares kernels that need it the wait.
+    known_history = None  # or list[int]; no field: it is not part of the cache's content
+
     def __post_init__(self) -> None:
         """Raises ShapeError for an array that is not contiguous: kernels read and write it in place."""
         for field in dataclasses.fields(self):

@@ -21,6 +21,7 @@ from ..quantize import round_to_bfloat16
 from .rows import chunk_attention
 
 PAGE = fmt.PAGE_TOKENS
+PIECES_KEPT = 128  # a layer goes through all pieces of a prompt before the next asks for the same
 
 
 class Places(NamedTuple):
@@ -95,6 +96,9 @@ def attend_in_pieces(
             column = (_integers(tuple(done), device)[:, None] + step).clamp(max=columns - 1)
             column = column if order is None else order.gather(1, column)
             piece = query[rows, column], key[rows, column], value[rows, column]
+        if isinstance(store, LayerCache):
+            known = [store.config.history_pages(length) for length in now]
+            store.known_history = known  # pyright: ignore[reportAttributeAccessIssue]
         result = chunk_attention(
             *piece, store, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
         )
@@ -103,6 +107,8 @@ def attend_in_pieces(
         else:
             sequence, index = _tokens_of(tuple(take), device)
             out[sequence, column[sequence, index]] = result[sequence, index]
+        if isinstance(store, LayerCache):
+            store.known_history = None
         _store_rows(store, rotation, *piece[1:], places, implementation)
         done = [n + t for n, t in zip(done, take)]
     return out
@@ -157,7 +163,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=PIECES_KEPT)
 def _places(
     config: CacheConfig, lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device, stream: int
 ) -> Places:
@@ -184,7 +190,7 @@ def _places(
     return Places(*arrays)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=PIECES_KEPT)
 def _ring_places(
     slots: int, lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device, stream: int
 ) -> RingPlaces:
@@ -198,7 +204,7 @@ def _ring_places(
     return RingPlaces(*arrays)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=PIECES_KEPT)
 def _tokens_on(counts: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     sequence = np.repeat(np.arange(len(counts)), counts)
     index = np.concatenate([np.arange(count) for count in counts])

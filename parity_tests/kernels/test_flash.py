@@ -90,7 +90,7 @@ def torch_error(
     group: int,
     device: str = "cpu",
     dtype: str = "float16",
-    block: int = 128,
+    block: int = 256,
     **settings: Any,
 ) -> float:
     """The same for Torch, wherever Triton runs: interpreted in the child, compiled on a GPU."""

@@ -17,12 +17,16 @@ def _dequantize_kernel(
     table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, mean_ptr, key_ptr, value_ptr,
     pages, K: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pages, K). mean float32 [K, pages, D] in the rotated basis; outputs [K, pages * 64, D]."""
+    """Grid (S, K), S >= pages. mean float32 [K, pages, D] in the rotated basis; outputs [K, S * 64, D].
+
+    Rows from `pages` on are zeros.
+    """
     page, head = tl.program_id(0), tl.program_id(1)
-    physical = tl.load(table_ptr + page).to(tl.int64) * K + head
+    live = page < pages
+    physical = tl.load(table_ptr + page, mask=live, other=0).to(tl.int64) * K + head
     token = tl.arange(0, PAGE)
     channel = tl.arange(0, D)
-    out = ((head * pages + page).to(tl.int64) * PAGE + token)[:, None] * D + channel[None, :]
+    out = ((head * tl.num_programs(0) + page).to(tl.int64) * PAGE + token)[:, None] * D + channel[None, :]
     shift = tl.arange(0, CODES) * 2
 
     word = tl.arange(0, D // CODES)
@@ -30,8 +34,8 @@ def _dequantize_kernel(
         key_codes_ptr + physical * (PAGE * D // CODES) + token[:, None] * (D // CODES) + word[None, :]
     )
     codes = tl.reshape((words[:, :, None] >> shift[None, None, :]) & 3, (PAGE, D))
-    scale = tl.load(key_scale_ptr + physical * PAGE + token).to(tl.float32)
-    mean = tl.load(mean_ptr + (head * pages + page) * D + channel)
+    scale = tl.load(key_scale_ptr + physical * PAGE + token, mask=live & (token >= 0), other=0).to(tl.float32)
+    mean = tl.load(mean_ptr + (head * pages + page) * D + channel, mask=live & (channel >= 0), other=0)
     rows = (codes.to(tl.float32) - 1.5) * scale[:, None] + mean[None, :]
     tl.store(key_ptr + out, rows.to(key_ptr.dtype.element_ty))
 
@@ -40,23 +44,25 @@ def _dequantize_kernel(
         value_codes_ptr + physical * (PAGE * D // CODES) + channel[:, None] * (PAGE // CODES) + word[None, :]
     )
     codes = tl.trans(tl.reshape((words[:, :, None] >> shift[None, None, :]) & 3, (D, PAGE)))
-    scale = tl.load(value_scale_ptr + physical * PAGE + token).to(tl.float32)
+    scale = tl.load(value_scale_ptr + physical * PAGE + token, mask=live & (token >= 0), other=0).to(
+        tl.float32
+    )
     tl.store(value_ptr + out, ((codes.to(tl.float32) - 1.5) * scale[:, None]).to(value_ptr.dtype.element_ty))
 
 
 def dequantize_pages(
     cache, table: torch.Tensor, mean: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Writes the rows of physical pages `table` int32 [P] to key and value [K, P * 64, D], rotated bases.
+    """Writes the rows of physical pages `table` int32 [P] to key and value [K, S * 64, D], rotated bases.
 
-    mean float32 [K, P, D], in the keys' rotated basis, is added to the keys of a page. Raises
-    NotImplementedError (device, head_dim).
+    S >= P; rows past the pages become zeros. mean float32 [K, P, D], in the keys' rotated basis, is added to
+    the keys of a page. Raises NotImplementedError (device, head_dim).
     """
     heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim {head_dim}, pages are dequantized for {HEAD_DIMS}")
     check_device(key)
-    _dequantize_kernel[(len(table), heads)](
+    _dequantize_kernel[(key.shape[1] // fmt.PAGE_TOKENS, heads)](
         table, cache.key_codes, cache.value_codes, cache.key_scale, cache.value_scale, mean, key, value,
         len(table), K=heads, D=head_dim, num_warps=4,
     )  # fmt: skip

@@ -9,6 +9,11 @@ Within a block keys stay in the rotated basis, and so do queries. The mean key o
 of the BF16 keys and put back as a number per query, q·mean, into the log-sum-exp: what BF16 then rounds is a
 page's mean less the block's and the coded rest. Query heads of a group are further rows of their key head:
 no query of a chunk is masked from any of the history.
+
+cuDNN plans every shape anew, for a quarter of a second. So blocks come in few sizes, filled up with rows of
+zeros: keys whose score is 0, of values that add nothing. Their share of the weights is known and taken off.
+What remains is at least about half of it: keys less their mean score 0 on average, so the sum of their
+exponentials is at least their number, and the rows of zeros are never more than the others.
 """
 
 import functools
@@ -21,6 +26,7 @@ from . import triton as plain
 from .dequantize import HEAD_DIMS, dequantize_pages
 
 BLOCK_TOKENS = 32_768  # dequantized at a time
+SIZE_STEP = 64  # pages
 MIN_TOKENS = 128  # shorter chunks are bound by the bytes of the history: the kernels that read codes win
 
 
@@ -40,7 +46,7 @@ def chunk_attention(
 
     Shapes, dtypes and errors as in `prefill/triton.py`; NotImplementedError also for queries that are not
     bfloat16 or float16, chunks below `MIN_TOKENS` tokens, a sliding window, and other head_dims than
-    64, 128, 256. Waits once for the device, to know how many pages every sequence has.
+    64, 128, 256. Waits for the device unless `cache.known_history` says how many pages every sequence has.
     """
     plain.check_chunk(query, key, value, cache, sink_logits)
     head_dim, tokens = cache.config.head_dim, query.shape[1]
@@ -68,17 +74,16 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float) -> tuple[Tens
     grouped = query.reshape(batch, tokens, heads, -1, head_dim).transpose(1, 2)
     grouped = grouped.reshape(batch, heads, -1, head_dim).float()  # [B, K, T * G, D]
     rotated = (grouped @ rotation.query_transform).to(query.dtype)
-    counts = cache.history_pages.tolist()
+    counts = cache.known_history or cache.history_pages.tolist()
     block = BLOCK_TOKENS // fmt.PAGE_TOKENS
     pieces = max(1, -(-max(counts) // block))
     rows = grouped.shape[2]
     even = min(counts) == max(counts) > 0  # then every part of the results below is written
     sums = (query.new_empty if even else query.new_zeros)((pieces, batch, heads, rows, head_dim))
     maxima = torch.full((pieces, batch, heads, rows), plain.UNSEEN.value, device=query.device)
-    weights = torch.ones_like(maxima) if even else torch.zeros_like(maxima)
+    weights = torch.zeros_like(maxima)
     transform = rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS
-    widest = min(block, max(counts)) * fmt.PAGE_TOKENS
-    space = query.new_empty((2, heads * widest * head_dim))
+    space = query.new_empty((2, heads * padded_pages(min(block, max(counts))) * fmt.PAGE_TOKENS * head_dim))
     for b, count in enumerate(counts):
         if not count:
             continue
@@ -88,19 +93,26 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float) -> tuple[Tens
             pages = slice(first, min(first + block, count))
             table = cache.page_table[b, pages]
             mean = rotated_means[:, pages]
-            size = heads * len(table) * fmt.PAGE_TOKENS * head_dim
-            key, value = (x[:size].reshape(heads, -1, head_dim) for x in space)
+            size = padded_pages(len(table)) * fmt.PAGE_TOKENS
+            key, value = (x[: heads * size * head_dim].view(heads, size, head_dim) for x in space)
             dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
             out, lse = flash(rotated[b : b + 1], key[None], value[None], softmax_scale)
             sums[piece, b] = out[0]
             shift = grouped[b] @ means[:, pages].mean(dim=1)[:, :, None]  # [K, T * G, 1]
+            zeros = size - len(table) * fmt.PAGE_TOKENS
+            weights[piece, b] = 1.0 - zeros * torch.exp(-lse[0])
             score = lse[0] * plain.LOG2_E
             maxima[piece, b] = score.add_(shift[..., 0], alpha=softmax_scale * plain.LOG2_E)
-            if not even:
-                weights[piece, b] = 1.0
     all_rows = batch * heads * rows
     state = torch.stack([maxima, weights])
     return sums.reshape(pieces, all_rows, head_dim), state.reshape(2, pieces, all_rows)
+
+
+def padded_pages(pages: int) -> int:
+    """The size of the block that holds `pages` pages: a power of two up to 64, then multiples of 64."""
+    if pages > SIZE_STEP:
+        return -(-pages // SIZE_STEP) * SIZE_STEP
+    return 1 << max(0, pages - 1).bit_length()
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
