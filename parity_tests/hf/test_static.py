@@ -340,3 +340,56 @@ def test_recorded_rows_are_taken_back_across_a_page(window, kept):
     more = random_rows(2, 70, seed=2)
     assert torch.equal(feed(layer, more), feed(expected, more))
     assert int(layer.get_seq_length()) == 380 + kept + 70
+
+
+def test_beams_equal_growing():
+    """Beams copy whole sequences here and share pages there; past a flush, with padding."""
+    model = make_model("llama")
+    ids, mask = left_padded(prompts(380, 60))
+    results = []
+    for options in ({}, {"max_length": 420}):
+        cache = make_cache(model, **options)
+        results.append(generate(model, ids, cache, 8, num_beams=3, attention_mask=mask).sequences)
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_cuda_graphs_give_the_logits_of_eager_steps(family):
+    """Compiled by `generate` itself, replayed as CUDA graphs, past a flush; one layer, as compilers fuse."""
+    changes = {"num_hidden_layers": 1, "head_dim": 64}
+    if family == "gpt_oss":  # attention sinks
+        changes["layer_types"] = ["full_attention"]
+    model = make_model(family, **changes).to("cuda")
+    ids, mask = (x.to("cuda") for x in left_padded(prompts(70, 450)))
+    tokens = prompts(70, 70, seed=1)  # the same for both: greedy choices would part at the first near tie
+    forced = {"prefix_allowed_tokens_fn": lambda b, row: [int(tokens[b][0, len(row) - ids.shape[1]])]}
+    logits, caches = [], []
+    for disable in (True, False):
+        caches.append(make_cache(model, max_length=600))
+        run = generate(model, ids, caches[-1], 70, attention_mask=mask, disable_compile=disable, **forced)
+        logits.append(torch.stack(run.logits))
+    torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.01)
+    assert [cache.layers[0].lengths for cache in caches] == [[139, 519]] * 2
+    assert caches[1].layers[0].store.history_pages.tolist() == [0, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_an_eager_step_does_not_synchronize(family):
+    """Torch refuses every wait for the GPU while a step of the whole model runs, rings included."""
+    model = make_model(family, head_dim=64).to("cuda")
+    ids, mask = (x.to("cuda") for x in left_padded(prompts(400, 450)))
+    cache = make_cache(model, max_length=600)
+    step = {"position_ids": torch.tensor([[400], [450]], device="cuda"), "use_cache": True}
+    token = torch.ones((2, 1), dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=True, **with_cache(model, cache))
+        model(token, **step, **with_cache(model, cache))  # compiles the kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(token, **step, **with_cache(model, cache))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert cache.layers[-1].lengths == [402, 452]
