@@ -313,3 +313,44 @@ def overflow_differences(
     one = torch.ones(1, dtype=torch.int32, device=cache.lengths.device)
     append_token(cache, layer_rotation, row, row, one)
     return [name for name in names if not np.array_equal(before[name], case.field(name))]
+
+
+def sequential_differences(head_dim: int, feed_values: bool, device: str = "cpu") -> list[str]:
+    """INT2 arrays in which the Triton quantizer and the reference differ by sequential rounding.
+
+    Rows of any bits and normal ones, feedback of full size, one matrix per head; values fed or not.
+    """
+    import dataclasses
+
+    import torch
+
+    from oscar_torch import quantize
+    from oscar_torch.triton_kernels.quantize import triton as quantize_triton
+    from parity_tests.conformance import rows as row_families
+
+    rng = np.random.default_rng(head_dim)
+    layer_rotation = make_case(row_families.make_rotation(rng, 2, head_dim), (1,), 1, 1, device)[1]
+    place = layer_rotation.key_transform.device
+    steps = 3 if head_dim % 64 else 4
+    block = np.arange(head_dim) // (head_dim // steps)
+
+    def feedback() -> Any:
+        matrix = rng.integers(-127, 128, (2, head_dim, head_dim)) * (block[:, None] < block[None])
+        shift = torch.from_numpy(rng.integers(0, 8, 2).astype(np.int32))
+        return quantize.Feedback(torch.from_numpy(matrix.astype(np.int8)).to(place), shift.to(place), steps)
+
+    fed = {"key_feedback": feedback(), "value_feedback": feedback() if feed_values else None}
+    layer_rotation = dataclasses.replace(layer_rotation, **fed)
+    shape = (3, 64, 2, head_dim)
+    normal = torch.from_numpy(rng.normal(0, 3, shape)).bfloat16().to(place)
+    bits = (
+        torch.from_numpy(rng.integers(-(2**15), 2**15, shape).astype(np.int16)).view(torch.bfloat16).to(place)
+    )
+    found = []
+    for key, value in ((normal, bits), (bits, normal)):
+        want = quantize.quantize_page_pair(key, value, layer_rotation)
+        got = quantize_triton.quantize_page_pair(key, value, layer_rotation)
+        found += [
+            n for n, x in want.items() if not torch.equal(got[n].view(torch.int16), x.view(torch.int16))
+        ]
+    return found

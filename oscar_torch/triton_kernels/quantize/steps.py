@@ -135,7 +135,7 @@ def _floats(pairs):
 
 
 @triton.jit
-def _code_channels(DP: tl.constexpr, IS_KEY: tl.constexpr):
+def code_channels(DP: tl.constexpr, IS_KEY: tl.constexpr):
     """Channel in every column of the rotated rows.
 
     A lane holds columns 8 j + 2 lane and 8 j + 2 lane + 1 of a matrix product. For keys these are
@@ -181,7 +181,7 @@ def load_transform(
 ):  # fmt: skip
     """The whole transform's limbs, or placeholders when the contraction is chunked."""
     if CHUNK == DP:
-        rows, columns = _row_channels(DP, not IS_KEY), _code_channels(DP, IS_KEY)
+        rows, columns = _row_channels(DP, not IS_KEY), code_channels(DP, IS_KEY)
         return _transform_limbs(transform_ptr, rows, columns, D)
     else:
         return 0, 0
@@ -299,7 +299,7 @@ def rotate_chunks(
 ):  # fmt: skip
     """Steps 4 to 6 where rows and transform do not fit: chunk by chunk of channels, both read again."""
     tokens = row0 + tl.arange(0, ROWS)
-    columns = _code_channels(DP, IS_KEY)
+    columns = code_channels(DP, IS_KEY)
     high_high = tl.zeros((ROWS, DP), tl.int32)
     cross = tl.zeros((ROWS, DP), tl.int32)
     low_low = tl.zeros((ROWS, DP), tl.int32)
@@ -324,7 +324,7 @@ def rotate_chunks(
 
 
 @triton.jit
-def _code_complements(y, threshold):
+def code_complements(y, threshold):
     """3 - code: how many of y + s, y and y - s are negative; 0 <= s."""
     above = (y + threshold).to(tl.uint32, bitcast=True)
     below = (y - threshold).to(tl.uint32, bitcast=True)
@@ -334,7 +334,7 @@ def _code_complements(y, threshold):
 
 @triton.jit
 def _key_words(complements, DP: tl.constexpr, ROWS: tl.constexpr):
-    """Columns in the order of `_code_channels` -> words int32 [R, DP / 16] along channels."""
+    """Columns in the order of `code_channels` -> words int32 [R, DP / 16] along channels."""
     lanes = tl.permute(tl.reshape(complements, (ROWS, DP // 8, 4, 2)), (0, 2, 1, 3))
     shift = 2 * tl.arange(0, CODES)
     return ~tl.sum(tl.reshape(lanes, (ROWS, DP // CODES, CODES)) << shift[None, None, :], 2)
@@ -366,18 +366,23 @@ def _value_words(complements, powers, DP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(
-    y, exponent, multiplier, powers, codes_ptr, scale_ptr, row0,
-    IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Steps 7 to 9 and packing of `ROWS` rotated rows; pointers are at the page and head."""
+def store_scales(y, exponent, multiplier, scale_ptr, row0, D: tl.constexpr, ROWS: tl.constexpr):
+    """Steps 7 and 9 of `ROWS` rotated rows -> their thresholds [R]; scale_ptr is at the page and head."""
     mean_abs = tl.sum(tl.abs(y) >> ABS_SHIFT, 1) // D
     threshold = (mean_abs * multiplier) >> MULTIPLIER_SHIFT
     scale = threshold.to(tl.float32) * _power_of_two(exponent + SCALE_DOWN)
-    rows = row0 + tl.arange(0, ROWS)
-    tl.store(scale_ptr + rows, _bf16_bits(scale))
-    complements = _code_complements(y, threshold[:, None])
+    tl.store(scale_ptr + row0 + tl.arange(0, ROWS), _bf16_bits(scale))
+    return threshold
+
+
+@triton.jit
+def store_words(
+    complements, powers, codes_ptr, row0,
+    IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Packs and stores 3 - code of `ROWS` rows; codes_ptr is at the page and head."""
     if IS_KEY:  # word w of a token: channels 16w .. 16w + 15
+        rows = row0 + tl.arange(0, ROWS)
         words = _key_words(complements, DP, ROWS)
         w = tl.arange(0, DP // CODES)
         mask = (w < D // CODES)[None, :] & (rows >= 0)[:, None]
@@ -388,3 +393,13 @@ def store_codes(
         d = tl.arange(0, DP)
         mask = (d < D)[:, None] & (w >= 0)[None, :]
         tl.store(codes_ptr + d[:, None] * (PAGE // CODES) + w[None, :], words, mask=mask)
+
+
+@triton.jit
+def store_codes(
+    y, exponent, multiplier, powers, codes_ptr, scale_ptr, row0,
+    IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Steps 7 to 9 and packing of `ROWS` rotated rows; pointers are at the page and head."""
+    threshold = store_scales(y, exponent, multiplier, scale_ptr, row0, D, ROWS)
+    store_words(code_complements(y, threshold[:, None]), powers, codes_ptr, row0, IS_KEY, D, DP, ROWS)

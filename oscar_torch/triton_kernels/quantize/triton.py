@@ -13,6 +13,7 @@ a matrix product packs the tokens of values.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,7 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import DTypeError, ShapeError
-from ...quantize import require_nearest
+from ...quantize import Feedback, require_nearest
 from ..launch.tensors import (
     LARGE_SHARED_MEMORY,
     check_device,
@@ -31,6 +32,7 @@ from ..launch.tensors import (
     rotation_stride,
     shared_memory,
 )
+from .sequential import HEAD_DIM_MAX, sequential_kernel
 from .steps import (
     CODES,
     PAGE,
@@ -218,6 +220,24 @@ def _launch_bulk(arguments: tuple, roles: int, constants: dict[str, int]) -> Non
     _bulk_kernel[(heads, programs, roles * blocks)](*arguments, **constants, **tiles)
 
 
+def _launch_sequential(
+    feedbacks: tuple[Feedback, Feedback | None], arguments: tuple, roles: int, constants: dict[str, int]
+) -> None:
+    """Keys and values in one launch; `feedbacks` are theirs, None where a role is rounded to the nearest."""
+    device, heads, num_pages = arguments[0].device, constants["K"], arguments[5]
+    tiles = _bulk_tiles(constants["D"], device)
+    blocks = fmt.PAGE_TOKENS // tiles["ROWS"]
+    programs = bulk_programs(device, num_pages, heads * blocks, BULK_PROGRAMS)
+    arrays, steps = [], []
+    for feedback in feedbacks:
+        present = feedbacks[0] if feedback is None else feedback
+        arrays += [present.matrix.contiguous(), present.shift]
+        steps.append(0 if feedback is None else feedback.steps)
+    sequential_kernel[(heads, programs, roles * blocks)](
+        *arguments, *arrays, K=heads, D=constants["D"], KEY_STEPS=steps[0], VALUE_STEPS=steps[1], **tiles
+    )
+
+
 def bulk_programs(device: torch.device, num_pages: int, blocks: int, resident: int) -> int:
     """Programs of a bulk launch that share the pages of one role and block: few, to reuse the transform."""
     slots = 4
@@ -264,10 +284,21 @@ def quantize_value_pages(
 
 
 def quantize_page_pair(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation, *, launch: Launch = _launch_bulk
+    key_pages: torch.Tensor, value_pages: torch.Tensor, rotation, *, launch: Launch | None = None
 ) -> dict[str, torch.Tensor]:
-    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
-    require_nearest(rotation, "the Triton quantizer")
+    """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name.
+
+    A rotation with feedback is rounded sequentially; NotImplementedError above 256 channels or with a `launch`.
+    """
+    if launch is None and getattr(rotation, "key_feedback", None) is not None:
+        if key_pages.shape[-1] > HEAD_DIM_MAX:
+            raise NotImplementedError(
+                f"head_dim {key_pages.shape[-1]}, sequential rounding: <= {HEAD_DIM_MAX}"
+            )
+        launch = functools.partial(_launch_sequential, (rotation.key_feedback, rotation.value_feedback))
+    elif launch is not None:
+        require_nearest(rotation, "the Gluon quantizer")
+    launch = launch or _launch_bulk
     keys = _prepare("key", key_pages, rotation.key_transform, rotation.key_multiplier)
     values = _prepare(
         "value", value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
