@@ -23,6 +23,7 @@ from parity_tests.kernels.triton_interpreter import (
     overflow_differences,
     pair_differences,
     rotation_errors,
+    sequential_differences,
 )
 
 pytest.importorskip("torch")
@@ -68,6 +69,11 @@ class TestInterpreted:
     def test_append_beyond_the_table(self) -> None:
         """A row that would need a page that no table entry names is dropped."""
         assert interpret(overflow_differences, rotation(2, 64)) == []
+
+    @pytest.mark.parametrize(("head_dim", "feed_values"), [(64, True), (96, False)])
+    def test_sequential_pages(self, head_dim: int, feed_values: bool) -> None:
+        """Feedback of full size, rows of any bits; values fed and not."""
+        assert interpret(sequential_differences, head_dim, feed_values) == []
 
     @pytest.mark.parametrize("bits", [False, True])
     def test_page_pair(self, bits: bool) -> None:
@@ -513,6 +519,11 @@ class TestOnGpu:
         fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
         assert append_differences(fields, lengths, 130, "gpu", captured, "append.gluon") == []
         assert overflow_differences(fields, "gpu", "append.gluon") == []
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    def test_sequential_pages(self, head_dim: int) -> None:
+        for feed_values in (False, True):
+            assert sequential_differences(head_dim, feed_values, "gpu") == []
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
     def test_page_pair(self, head_dim: int) -> None:

@@ -288,16 +288,15 @@ def quantize_page_pair(
 ) -> dict[str, torch.Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name.
 
-    A rotation with feedback is rounded sequentially; NotImplementedError above 256 channels or with a `launch`.
+    A rotation with feedback is rounded sequentially; NotImplementedError above 256 channels, or with another
+    kernel's `launch`.
     """
     if launch is None and getattr(rotation, "key_feedback", None) is not None:
         if key_pages.shape[-1] > HEAD_DIM_MAX:
-            raise NotImplementedError(
-                f"head_dim {key_pages.shape[-1]}, sequential rounding: <= {HEAD_DIM_MAX}"
-            )
+            raise NotImplementedError(f"head_dim {key_pages.shape[-1]}: sequential up to {HEAD_DIM_MAX}")
         launch = functools.partial(_launch_sequential, (rotation.key_feedback, rotation.value_feedback))
-    elif launch is not None:
-        require_nearest(rotation, "the Gluon quantizer")
+    else:
+        require_nearest(rotation, "the Gluon quantizer" if launch else "the Triton quantizer of unfed keys")
     launch = launch or _launch_bulk
     keys = _prepare("key", key_pages, rotation.key_transform, rotation.key_multiplier)
     values = _prepare(
