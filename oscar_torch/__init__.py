@@ -1,7 +1,7 @@
 """OSCAR-KV in PyTorch: attention-aware rotated 2-bit KV caches, the twin of `oscar_jax`.
 
 The names below are all that most programs need. Each is looked up when it is first used, so that importing
-the package loads neither PyTorch nor transformers. `OscarCache`, `calibrate_model` and `save_statistics`
+the package loads neither PyTorch nor transformers. `OscarCache`, `calibrate` and its parts
 need transformers; looking one up registers the attention function "oscar".
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import allocate_dense_cache, allocate_layer_cache, append_rows, attend, live_bytes
-    from .core.config import CacheConfig
+    from .core.config import CacheConfig, CalibrationConfig
     from .core.errors import (
         CacheFullError,
         CheckpointError,
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     )
     from .core.rotation_header import RotationHeader
     from .hf.cache import OscarCache
-    from .hf.calibrate import calibrate_model, save_statistics
+    from .hf.calibrate import calibrate, calibrate_model, save_statistics
+    from .interchange.convert import convert
+    from .interchange.inspect import inspect
     from .layer_cache import DenseCache, LayerCache
-    from .rotations.rotation import LayerRotation, RotationSet, identity_rotation
+    from .rotations.rotation import LayerRotation, RotationSet, hadamard_rotation, identity_rotation
     from .rotations.store import load_rotation_set, save_safetensors
     from .serving.sequence_pool import SequencePool
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "cache": ("allocate_dense_cache", "allocate_layer_cache", "append_rows", "attend", "live_bytes"),
-    "core.config": ("CacheConfig",),
+    "core.config": ("CacheConfig", "CalibrationConfig"),
     "core.errors": (
         "CacheFullError",
         "CheckpointError",
@@ -41,9 +43,12 @@ _PLACES = {
         "ShapeError",
     ),
     "core.rotation_header": ("RotationHeader",),
-    "hf": ("OscarCache", "calibrate_model", "save_statistics"),
+    "hf": ("OscarCache",),
+    "hf.calibrate": ("calibrate", "calibrate_model", "save_statistics"),
+    "interchange.convert": ("convert",),
+    "interchange.inspect": ("inspect",),
     "layer_cache": ("DenseCache", "LayerCache"),
-    "rotations.rotation": ("LayerRotation", "RotationSet", "identity_rotation"),
+    "rotations.rotation": ("LayerRotation", "RotationSet", "hadamard_rotation", "identity_rotation"),
     "rotations.store": ("load_rotation_set", "save_safetensors"),
     "serving.sequence_pool": ("SequencePool",),
 }
@@ -52,6 +57,7 @@ _PLACE_OF = {name: module for module, names in _PLACES.items() for name in names
 __all__ = [
     "CacheConfig",
     "CacheFullError",
+    "CalibrationConfig",
     "CheckpointError",
     "ConfigError",
     "DTypeError",
@@ -69,8 +75,12 @@ __all__ = [
     "allocate_layer_cache",
     "append_rows",
     "attend",
+    "calibrate",
     "calibrate_model",
+    "convert",
+    "hadamard_rotation",
     "identity_rotation",
+    "inspect",
     "live_bytes",
     "load_rotation_set",
     "save_safetensors",

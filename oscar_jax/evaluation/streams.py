@@ -4,6 +4,8 @@ Each argument of the command line is one *source*, an ordered run of documents. 
 only as far as it is needed, so that a directory of any size costs bounded memory. A stream remembers the
 digest of exactly the text it was made from and the digests of its documents, so that reports can name their
 text and `oscar evaluate` can notice that it is asked to judge on the calibration text.
+
+Twin file, byte-identical in both packages: NumPy only.
 """
 
 import codecs

@@ -103,9 +103,7 @@ def convert(
     target = target or _guess_target(destination, form, pair_only)
     if pair_only and target != "pair":
         raise ConfigError(f"loader and schema concern published pairs, target = {target!r}")
-    if base is None and target in ("gguf", "absorb"):
-        raise ConfigError(f"target {target!r} needs base: the model to bake the rotations into")
-    base_path = pathlib.Path(base or "")
+    base_path = None if base is None else pathlib.Path(base)
     match target:
         case "pair":
             geometry = None if model is None else forms.read_model_geometry(model)

@@ -2,6 +2,7 @@
 
 import pathlib
 
+from ..core.errors import ConfigError
 from ..models.geometry import read_model_geometry
 from ..rotations import store
 from ..rotations.rotation import RotationSet
@@ -18,14 +19,14 @@ def write_orbax(rotation_set: RotationSet, directory: pathlib.Path) -> Report:
     return native_report(rotation_set, "Orbax directory", directory)
 
 
-def write_gguf(rotation_set: RotationSet, base: pathlib.Path, destination: pathlib.Path) -> Report:
+def write_gguf(rotation_set: RotationSet, base: pathlib.Path | None, destination: pathlib.Path) -> Report:
     """Writes a copy of a GGUF file with the rotation tensors added; CheckpointError."""
-    return export_gguf(rotation_set, base, destination)
+    return export_gguf(rotation_set, _require_base("gguf", base), destination)
 
 
-def write_absorbed(rotation_set: RotationSet, base: pathlib.Path, destination: pathlib.Path) -> Report:
+def write_absorbed(rotation_set: RotationSet, base: pathlib.Path | None, destination: pathlib.Path) -> Report:
     """Writes a copy of a Hugging Face model with the value transforms folded in; CheckpointError."""
-    error = absorb_values(rotation_set, base, destination)
+    error = absorb_values(rotation_set, _require_base("absorb", base), destination)
     return make_report(
         rotation_set,
         "model with absorbed values",
@@ -34,3 +35,9 @@ def write_absorbed(rotation_set: RotationSet, base: pathlib.Path, destination: p
         dropped=[],
         notes=[f"largest relative rounding error of a replaced weight: {error:.2e}"],
     )
+
+
+def _require_base(target: str, base: pathlib.Path | None) -> pathlib.Path:
+    if base is None:
+        raise ConfigError(f"target {target!r} needs base: the model to bake the rotations into")
+    return base

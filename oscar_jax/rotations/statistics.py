@@ -1,4 +1,7 @@
-"""What a rotation is fitted on: a layer's covariances and means, and the file that holds those of a model."""
+"""What a rotation is fitted on: a layer's covariances and means, and the file that holds those of a model.
+
+Twin file, byte-identical in both packages: NumPy only.
+"""
 
 import dataclasses
 import json

@@ -27,14 +27,16 @@ from .rotation import LayerRotation, RotationSet, validate_rotation_set
 HEADER_FILE = "header.json"
 ARRAYS_DIRECTORY = "arrays"
 ROTATION_DIRECTORY = "rotation_set"  # in the folder that `oscar calibrate` and `oscar fit` write
+ROTATION_FILE = "rotation_set.safetensors"  # the same, where PyTorch wrote it
 _KEY = "rotation_set"  # of header.json and of the safetensors metadata
 _NAME = re.compile(r"(layers|companions)\.(\d+)\.(\w+)")
 
 
 def rotation_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """The rotation set behind what a user names: itself, or the one in the folder of `oscar calibrate`."""
-    inside = pathlib.Path(path) / ROTATION_DIRECTORY
-    return inside if inside.is_dir() else pathlib.Path(path)
+    path = pathlib.Path(path)
+    inside = [path / name for name in (ROTATION_DIRECTORY, ROTATION_FILE) if (path / name).exists()]
+    return inside[0] if inside else path
 
 
 def load_rotation_set(path: str | os.PathLike[str]) -> RotationSet:

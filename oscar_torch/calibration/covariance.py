@@ -1,7 +1,7 @@
 """Streaming attention statistics of one layer: what a rotation is fitted on, gathered chunk by chunk.
 
 Why: a calibration text has more queries, keys and values than fit in memory, so only sums are kept, in
-float64. This package gathers; fitting is `oscar_jax`'s, which reads the file of `save_statistics`.
+float64. `rotations/fit.py` fits, `rotations/statistics.py` writes them to a file.
 
 Definitions ("statistics version 1"), rows as row vectors, per key/value head, K heads, D channels:
 
@@ -19,21 +19,16 @@ Tokens at positions < skip_tokens (the sink, never coded) count for queries and 
 """
 
 import dataclasses
-import json
-import os
-from collections.abc import Mapping
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 from torch import Tensor
 
 from ..core import cache_format as fmt
 from ..core.config import check_head_dim
 from ..core.errors import ConfigError, ShapeError
-from ..core.rotation_header import RotationHeader
+from ..rotations.statistics import LayerStatistics
 
-STATISTICS_VERSION = "1"
 _PAGE = fmt.PAGE_TOKENS
 
 
@@ -61,21 +56,6 @@ class StatisticsState:
     open_page: Tensor
     position: int
     skip_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerStatistics:
-    """What `rotation.fit_layer_rotation` reads: float64 NumPy, covariances [K, D, D], means [K, D]."""
-
-    query_covariance: np.ndarray
-    key_covariance: np.ndarray
-    key_mean: np.ndarray
-    value_mean: np.ndarray
-    value_covariance: np.ndarray
-    surrogate_value_covariance: np.ndarray | None
-    exact_value_covariance: np.ndarray | None
-    tokens: int
-    version: str = STATISTICS_VERSION
 
 
 def init_statistics(num_key_value_heads: int, head_dim: int, *, skip_tokens: int = 0) -> StatisticsState:
@@ -228,28 +208,6 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
         exact_value_covariance=array(state.output_moment / state.output_rows) if state.output_rows else None,
         tokens=tokens,
     )
-
-
-def save_statistics(
-    statistics: Mapping[int, LayerStatistics],
-    path: str | os.PathLike[str],
-    header: RotationHeader | None = None,
-) -> None:
-    """Writes the statistics as safetensors (float64), which `oscar fit` reads.
-
-    `header` says of which model and text they are: a RotationHeader without a basis.
-    """
-    arrays, scalars = {}, {}
-    for layer, entry in statistics.items():
-        for field in dataclasses.fields(entry):
-            value = getattr(entry, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"{layer}.{field.name}"] = np.ascontiguousarray(value)
-            elif value is not None:
-                scalars[f"{layer}.{field.name}"] = value
-    if header is not None:
-        scalars["header"] = header.to_dict()
-    save_file(arrays, path, metadata={"scalars": json.dumps(scalars, sort_keys=True)})
 
 
 def _moment(rows: Tensor) -> Tensor:

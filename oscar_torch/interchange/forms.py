@@ -26,12 +26,12 @@ def write_orbax(rotation_set: RotationSet, directory: pathlib.Path) -> Report:
     raise _needs_jax(f"{directory}: writing a rotation set directory", ", or write .safetensors")
 
 
-def write_gguf(rotation_set: RotationSet, base: pathlib.Path, destination: pathlib.Path) -> Report:
+def write_gguf(rotation_set: RotationSet, base: pathlib.Path | None, destination: pathlib.Path) -> Report:
     """Writes a copy of a GGUF file with the rotation tensors added; CheckpointError."""
     raise _needs_jax(f"{destination}: writing GGUF")
 
 
-def write_absorbed(rotation_set: RotationSet, base: pathlib.Path, destination: pathlib.Path) -> Report:
+def write_absorbed(rotation_set: RotationSet, base: pathlib.Path | None, destination: pathlib.Path) -> Report:
     """Writes a copy of a Hugging Face model with the value transforms folded in; CheckpointError."""
     raise _needs_jax(f"{destination}: absorbing the values into a model")
 

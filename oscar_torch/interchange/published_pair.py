@@ -201,7 +201,7 @@ def export_published_pair(
     per_head = any(state["source_grouping"] in PER_HEAD_GROUPINGS for state in states.values())
     with_means = any("k_mean" in entry for entry in states["key"]["layers"].values())
     lost_means = has_means(rotation_set, "key_mean") and not with_means
-    dropped = ["key means (oscar evaluate --as-exported shows the cost)"] if lost_means else []
+    dropped = ["key means"] if lost_means else []
     return make_report(
         rotation_set,
         "published pair" if target is None else f"published pair for {target.title}",

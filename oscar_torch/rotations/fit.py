@@ -4,7 +4,6 @@ Twin file, byte-identical in both packages: NumPy only, so that the same statist
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -19,29 +18,10 @@ from .bases import (
     oscar_basis,
 )
 from .rotation import LayerRotation, make_layer_rotation
+from .statistics import LayerStatistics
 
 # alpha in units of 1/256; bases compete at the first of each: 1.60, 1.30, 1.45, 1.75 and 1.45, 1.30, 1.60
 KEY_MULTIPLIERS = (fmt.KEY_MULTIPLIER_DEFAULT, 333, 371, 448)
-
-
-class LayerStatistics(Protocol):
-    """What a fit reads of one layer, float64; `covariance.finalize_statistics` makes it.
-
-    Covariances [K, D, D], means [K, D]. The value covariances may be None when their basis is not asked for.
-    """
-
-    @property
-    def query_covariance(self) -> np.ndarray: ...
-    @property
-    def key_covariance(self) -> np.ndarray: ...
-    @property
-    def key_mean(self) -> np.ndarray: ...
-    @property
-    def value_mean(self) -> np.ndarray: ...
-    @property
-    def surrogate_value_covariance(self) -> np.ndarray | None: ...
-    @property
-    def exact_value_covariance(self) -> np.ndarray | None: ...
 
 
 def fit_layer_rotation(

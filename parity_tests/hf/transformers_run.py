@@ -30,10 +30,10 @@ import oscar_jax.rotations.rotation
 import oscar_jax.rotations.statistics
 import oscar_jax.rotations.store
 from oscar_jax.core import cache_format as fmt
-from oscar_torch.calibration import covariance
 from oscar_torch.hf import cache as hf_cache
 from oscar_torch.hf import calibrate, model_check
 from oscar_torch.hf import layer as hf_layer
+from oscar_torch.rotations import statistics as statistics_file
 
 PROMPT_LENGTHS = (560, 400, 450)
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 2, 512
@@ -43,7 +43,7 @@ PREFILL_CHUNK = 512  # short prompts are to have several pieces
 def fit_rotations(model: Any, sequences: list[torch.Tensor], directory: pathlib.Path) -> pathlib.Path:
     """Calibrates in Torch, fits in JAX; returns the rotation set's file."""
     statistics = calibrate.calibrate_model(model, sequences)
-    covariance.save_statistics(statistics, directory / "statistics.safetensors")
+    statistics_file.save_statistics(statistics, directory / "statistics.safetensors")
     geometry = model_check.cache_config(model.config)
     header = oscar_jax.core.rotation_header.RotationHeader(
         model_id="gemma-3-270m",

@@ -12,6 +12,7 @@ from oscar_jax.core import cache_format as fmt
 from oscar_jax.core import errors as jax_errors
 from oscar_jax.core import rotation_header
 from oscar_jax.rotations import bases, fit, fixed_point, rotation, store
+from oscar_jax.rotations.statistics import LayerStatistics
 from oscar_torch import cache as torch_cache
 from oscar_torch.core import config as torch_config
 from oscar_torch.core import errors as torch_errors
@@ -22,17 +23,7 @@ from oscar_torch.rotations import store as torch_store
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 
 
-@dataclasses.dataclass
-class Statistics:
-    query_covariance: np.ndarray
-    key_covariance: np.ndarray
-    key_mean: np.ndarray
-    value_mean: np.ndarray
-    surrogate_value_covariance: np.ndarray | None
-    exact_value_covariance: np.ndarray | None
-
-
-def make_statistics(heads: int, head_dim: int, seed: int = 0) -> Statistics:
+def make_statistics(heads: int, head_dim: int, seed: int = 0) -> LayerStatistics:
     generator = np.random.default_rng(seed)
 
     def covariance():
@@ -41,7 +32,16 @@ def make_statistics(heads: int, head_dim: int, seed: int = 0) -> Statistics:
         return rows.swapaxes(-1, -2) @ rows / rows.shape[1]
 
     means = generator.standard_normal((2, heads, head_dim))
-    return Statistics(covariance(), covariance(), means[0], means[1], covariance(), covariance())
+    return LayerStatistics(
+        query_covariance=covariance(),
+        key_covariance=covariance(),
+        key_mean=means[0],
+        value_mean=means[1],
+        value_covariance=covariance(),
+        surrogate_value_covariance=covariance(),
+        exact_value_covariance=covariance(),
+        tokens=1,
+    )
 
 
 def as_torch(layer: rotation.LayerRotation) -> torch_rotation.LayerRotation:
@@ -202,15 +202,17 @@ def test_basis_can_differ_by_head():
 
 def test_shared_fit_of_equal_heads_is_the_per_head_fit():
     statistics = make_statistics(1, 64)
-    doubled = Statistics(*(np.concatenate([a, a]) for a in vars(statistics).values()))
+    doubled = dataclasses.replace(
+        statistics,
+        **{n: np.concatenate([a, a]) for n, a in vars(statistics).items() if isinstance(a, np.ndarray)},
+    )
     shared = fit.fit_layer_rotation(doubled, "balanced", per_head=False, damping=0.01)
     single = fit.fit_layer_rotation(statistics, "balanced", per_head=True, damping=0.01)
     assert np.array_equal(shared.key_transform, single.key_transform)
 
 
 def test_fit_refuses_bad_requests():
-    statistics = make_statistics(2, 64)
-    statistics.exact_value_covariance = None
+    statistics = dataclasses.replace(make_statistics(2, 64), exact_value_covariance=None)
     for changes, message in (
         ({"basis": "fourier"}, "basis = 'fourier'"),
         ({"value_basis": "balanced"}, "value_basis = 'balanced'"),

@@ -1,0 +1,1 @@
+"""Texts to calibrate on and to judge with."""
