@@ -3,9 +3,14 @@
 Prompts are padded on the right inside a chunk only; a sequence that has ended, or whose prompt is shorter
 than its neighbours', adds no row to its cache. Random choices depend on the seed, the sequence's index and
 the token's index, not on the batch.
+
+Caches belong to the newest turn: a turn that goes on from them is handed their memory and writes in place,
+and the `Generation` they came from cannot be continued a second time.
 """
 
+import collections.abc
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +21,9 @@ import numpy as np
 from flax import nnx
 
 from .core import cache_format as fmt
-from .core.errors import ConfigError
+from .core.errors import CacheFullError, ConfigError
 from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
+from .layer_cache import DenseCache, LayerCache
 from .models.cached_attention import CachedAttention, allocate_model_cache, int2_layers, model_live_bytes
 from .models.config import ModelConfig
 from .models.decoder import Decoder
@@ -29,7 +35,10 @@ DECODE_BLOCK = 8  # tokens generated per dispatch, and so the grain of streaming
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep all tokens."""
+    """How the next token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep all tokens.
+
+    `seed` is where a `Generator` starts: each of its calls draws with a seed of its own that follows from it.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,6 +52,7 @@ class SamplingConfig:
             raise ConfigError(f"top_k = {self.top_k!r}, allowed: >= 0 (0 keeps all)")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p = {self.top_p!r}, allowed: 0 < top_p <= 1")
+        _check_seed(self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +81,19 @@ class GenerationStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """New tokens per sequence (an end token, if reached, is the last), why each ended, and what it took."""
+    """New tokens per sequence (an end token, if reached, is the last), why each ended, and what it took.
+
+    The last token of a sequence is not stored in `caches` yet; a call that goes on from the Generation itself
+    stores it first.
+    """
 
     tokens: list[list[int]]
-    finish: list[str]  # "eos" | "length"
+    finish: list[str]  # "eos" | "length" | "stop"
     statistics: GenerationStatistics
-    caches: list[Any]
+    caches: list[LayerCache | DenseCache]  # consumed by the call that goes on from them
+    seed: int  # the same call with this seed draws the same tokens
+    texts: list[str] | None = None  # with a tokenizer: the new text, up to a stop string
+    logprobs: list[list[float]] | None = None  # of `tokens`, in nats, if asked for
 
 
 def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingConfig) -> jax.Array:
@@ -100,12 +117,46 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingConfig) -> jax.
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
+class TokenStream:
+    """(sequence, token) pairs as they are made, and the whole run once the last one has been taken.
+
+    Closing it early drops the caches of the run, also those it was given; its Generator stays usable.
+    """
+
+    def __init__(self, steps: collections.abc.Generator[tuple[int, int], None, Generation]) -> None:
+        self._steps = steps
+        self._generation: Generation | None = None
+
+    def __iter__(self) -> "TokenStream":
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self._generation = self._generation or end.value
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Ends the run where it is."""
+        self._steps.close()
+
+    @property
+    def generation(self) -> Generation:
+        """The whole run; ConfigError while tokens are left, or if the stream was closed before its end."""
+        if self._generation is None:
+            raise ConfigError("a stream has its generation once all its tokens are taken, not before")
+        return self._generation
+
+
 class Generator:
     """A decoder with its cache kind, rotations and sampling; compiled programs are kept between calls.
 
     `cache` is "int2" (needs rotations for every layer that is not kept in BF16) or "bf16"; `implementation`
-    is that of `cache.attend`. Raises ConfigError, or CheckpointError for rotations of other weights; a
-    `model_id` equal to the rotations' own says that they fit all the same.
+    is that of `cache.attend`; a `tokenizer` (anything with `decode`) gives texts, and is needed for stop
+    strings. Calls without a `seed` draw with new seeds each, all fixed by the sampling's. Raises ConfigError,
+    or CheckpointError for rotations of other weights; a `model_id` equal to the rotations' own says that they
+    fit all the same.
     """
 
     def __init__(
@@ -121,6 +172,7 @@ class Generator:
         window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
         implementation: str | None = None,
         model_id: str | None = None,
+        tokenizer: Any | None = None,
     ) -> None:
         if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"chunk = {chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
@@ -128,12 +180,14 @@ class Generator:
         self.sampling = SamplingConfig() if sampling is None else sampling
         self.eos = tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.window_policy, self.implementation = window_policy, implementation
+        self.tokenizer = tokenizer
         needed = int2_layers(config, window_policy=window_policy) if cache == "int2" else ()
         self.rotations = jax.tree.map(jnp.asarray, select_rotations(rotations, config, needed, model_id))
         self._graph, self._parameters = nnx.split(model)
         self._dtype = model.dtype
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compile_seconds = 0.0
+        self._unseeded_calls = 0
 
     def __call__(
         self,
@@ -141,51 +195,154 @@ class Generator:
         max_new_tokens: int,
         on_token: Callable[[int, int], None] | None = None,
         *,
+        caches: Generation | Sequence[LayerCache | DenseCache] | None = None,
         capacity: int = 0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
     ) -> Generation:
         """Continues each prompt (token ids, any lengths) by up to `max_new_tokens` tokens.
 
         `on_token(sequence, token)` is called for every new token, in order, a few tokens after it was made.
         Caches hold at least `capacity` tokens per sequence; equal capacities share compiled programs.
-        Raises ConfigError for an empty prompt, a token outside the vocabulary or an impossible length.
-        """
-        lengths = _check_prompts(prompts, self.config, max_new_tokens)
-        batch, compiled_before = len(prompts), self._compile_seconds
-        longest = max(capacity, int(lengths.max()) + max_new_tokens)
-        caches = allocate_model_cache(
-            self.config,
-            batch,
-            # whole chunks, so that runs of similar length share programs too
-            -(-longest // self.chunk) * self.chunk,
-            kind=self.cache,
-            window_policy=self.window_policy,
-        )
-        new = [[] for _ in prompts]
 
-        def deliver(block: np.ndarray) -> None:
-            for column in block.T.tolist():
+        `caches` goes on from an earlier Generation of this model: the prompts follow its last tokens, and may
+        then be empty. Caches alone hold no such last token: the prompts follow what is stored. Either way the
+        caches are consumed, unless an error is raised. `seed` makes the draws those of another call with it.
+        A sequence ends when its new text contains one of the `stop` strings; tokens are then made one by one,
+        so that caches hold nothing after the end. `logprobs` asks for the logarithm of each new token's
+        probability under the model itself, before temperature and cuts.
+
+        Raises ConfigError for an empty prompt, a token outside the vocabulary, an impossible length, stop
+        strings without tokenizer, and caches of another batch or geometry, or consumed before; CacheFullError
+        if the caches cannot hold the new tokens.
+        """
+        options = {"caches": caches, "capacity": capacity, "seed": seed, "stop": stop, "logprobs": logprobs}
+        stream = self.stream(prompts, max_new_tokens, **options)
+        for sequence, token in stream:
+            if on_token is not None:
+                on_token(sequence, token)
+        return stream.generation
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        caches: Generation | Sequence[LayerCache | DenseCache] | None = None,
+        capacity: int = 0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+    ) -> TokenStream:
+        """The same run as an iterator over (sequence, token); `TokenStream.generation` is the result.
+
+        Arguments and errors are those of a call; errors are raised here, before the first token is asked for.
+        Work is done while tokens are taken.
+        """
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stop:
+            raise ConfigError(f"stop = {stop!r}, allowed: strings that are not empty")
+        if stop and self.tokenizer is None:
+            raise ConfigError(f"stop = {stop!r} needs a tokenizer: Generator(..., tokenizer=...)")
+        if seed is not None:
+            _check_seed(seed)
+        if caches is None:
+            lengths = _check_prompts(prompts, self.config, max_new_tokens)
+            longest = max(capacity, int(lengths.max()) + max_new_tokens)
+            stored = allocate_model_cache(
+                self.config,
+                len(prompts),
+                # whole chunks, so that runs of similar length share programs too
+                -(-longest // self.chunk) * self.chunk,
+                kind=self.cache,
+                window_policy=self.window_policy,
+            )
+        else:
+            if capacity:
+                raise ConfigError(f"capacity = {capacity}: caches of an earlier turn keep the size they have")
+            prompts, stored = self._next_turn(prompts, max_new_tokens, caches)
+        if seed is None:
+            seed = self._next_seed()
+        return TokenStream(self._steps(prompts, max_new_tokens, stored, seed, stop, logprobs))
+
+    def _next_turn(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        caches: Generation | Sequence[LayerCache | DenseCache],
+    ) -> tuple[list[list[int]], list[LayerCache | DenseCache]]:
+        """The tokens to be stored next, and the caches, found to have room for them and for the new ones."""
+        stored = list(caches.caches if isinstance(caches, Generation) else caches)
+        paged = int2_layers(self.config, window_policy=self.window_policy) if self.cache == "int2" else ()
+        _check_geometry(stored, self.config, paged, len(prompts))
+        if isinstance(caches, Generation):
+            prompts = [[last[-1], *prompt] for last, prompt in zip(caches.tokens, prompts)]
+        before = np.asarray(stored[0].lengths)
+        lengths = _check_prompts(prompts, self.config, max_new_tokens, before)
+        _check_room(stored, before + lengths + max_new_tokens - 1)  # the last token is not stored
+        return [list(prompt) for prompt in prompts], stored
+
+    def _next_seed(self) -> int:
+        """The seed of the next call without one: the sampling's own first, then seeds spread out by it."""
+        call, self._unseeded_calls = self._unseeded_calls, self._unseeded_calls + 1
+        first = self.sampling.seed
+        return int(np.random.SeedSequence([first, call]).generate_state(1)[0]) if call else first
+
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        caches: list[LayerCache | DenseCache],
+        seed: int,
+        stop: tuple[str, ...],
+        logprobs: bool,
+    ) -> collections.abc.Generator[tuple[int, int], None, Generation]:
+        """The run itself; the clock stands still while a caller has a token in hand."""
+        compiled_before, key = self._compile_seconds, jax.random.key(seed)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        new: list[list[int]] = [[] for _ in prompts]
+        scores: list[list[float]] = [[] for _ in prompts]
+        texts = ["" for _ in prompts]
+        readers = [TextStream(self.tokenizer, stop) for _ in prompts] if stop else []
+
+        def take(block: np.ndarray, block_scores: np.ndarray) -> list[tuple[int, int]]:
+            taken = []
+            for column, column_scores in zip(block.T.tolist(), block_scores.T.tolist()):
                 for sequence, token in enumerate(column):
                     if token >= 0:
                         new[sequence].append(token)
-                        if on_token is not None:
-                            on_token(sequence, token)
+                        scores[sequence].append(column_scores[sequence])
+                        if stop:
+                            texts[sequence] += readers[sequence].push(token)
+                        taken.append((sequence, token))
+            return taken
 
         started, compiling = time.perf_counter(), self._compile_seconds
         last_rows, caches = self._prefill(prompts, lengths, caches)
-        tokens, done = self._run("first", self._first, self._parameters, last_rows)
-        deliver(np.asarray(tokens)[:, None])
+        arguments = (self._parameters, last_rows, key)
+        tokens, token_scores, done = self._run("first", self._first, *arguments, static=(logprobs,))
+        taken = take(np.asarray(tokens)[:, None], np.asarray(token_scores)[:, None])
         prefill_seconds = time.perf_counter() - started - (self._compile_seconds - compiling)
+        yield from taken
 
-        started, compiling, made = time.perf_counter(), self._compile_seconds, 1
-        while made < max_new_tokens and not np.asarray(done).all():
-            steps = min(DECODE_BLOCK, max_new_tokens - made)
-            arguments = (self._parameters, tokens, done, caches, jnp.int32(made), jnp.int32(steps))
-            block, tokens, done, caches = self._run(
-                "decode", self._decode_block, *arguments, self.rotations, donate=(3,)
+        decode_seconds, made = 0.0, 1
+        while True:
+            if stop:
+                done = done | jnp.asarray([reader.stopped for reader in readers])
+            if made >= max_new_tokens or np.asarray(done).all():
+                break
+            started, compiling = time.perf_counter(), self._compile_seconds
+            # After a stop string nothing may be stored, and only the host can read text.
+            steps = 1 if stop else min(DECODE_BLOCK, max_new_tokens - made)
+            arguments = (self._parameters, tokens, done, caches, jnp.int32(made), jnp.int32(steps), key)
+            block, block_scores, tokens, done, caches = self._run(
+                "decode", self._decode_block, *arguments, self.rotations, static=(logprobs,), donate=(3,)
             )
-            deliver(np.asarray(block))
+            taken = take(np.asarray(block), np.asarray(block_scores))
             made += steps
-        decode_seconds = time.perf_counter() - started - (self._compile_seconds - compiling)
+            decode_seconds += time.perf_counter() - started - (self._compile_seconds - compiling)
+            yield from taken
 
         total = sum(len(sequence) for sequence in new)
         statistics = GenerationStatistics(
@@ -195,11 +352,24 @@ class Generator:
             compile_seconds=self._compile_seconds - compiled_before,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            decode_tokens=total - batch,
+            decode_tokens=total - len(prompts),
             cache_bytes=model_live_bytes(caches, self.config),
         )
         finish = ["eos" if sequence[-1] in self.eos else "length" for sequence in new]
-        return Generation(new, finish, statistics, caches)
+        for sequence, reader in enumerate(readers):
+            texts[sequence] += reader.finish()
+            finish[sequence] = "stop" if reader.stopped else finish[sequence]
+        if self.tokenizer is not None and not stop:
+            texts = [self.tokenizer.decode(sequence, skip_special_tokens=True) for sequence in new]
+        return Generation(
+            new,
+            finish,
+            statistics,
+            caches,
+            seed,
+            texts=None if self.tokenizer is None else texts,
+            logprobs=scores if logprobs else None,
+        )
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], lengths: np.ndarray, caches: list[Any]
@@ -232,41 +402,47 @@ class Generator:
         last = jnp.take_along_axis(hidden, jnp.maximum(new_lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         return jnp.where((new_lengths > 0)[:, None], last, last_rows), caches
 
-    def _first(self, parameters: Any, last_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first new tokens int32 [B], and which sequences end with them."""
-        return self._choose(parameters, last_rows, jnp.int32(0))
+    def _first(
+        self, logprobs: bool, parameters: Any, last_rows: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The first new tokens int32 [B], their log-probabilities, and which sequences end with them."""
+        return self._choose(logprobs, parameters, last_rows, key, jnp.int32(0))
 
     def _decode_block(
         self,
+        logprobs: bool,
         parameters: Any,
         tokens: jax.Array,
         done: jax.Array,
         caches: list[Any],
         made: jax.Array,
         steps: jax.Array,
+        key: jax.Array,
         rotations: Mapping[int, LayerRotation],
-    ) -> tuple[jax.Array, jax.Array, jax.Array, list[Any]]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[Any]]:
         """Up to `steps` tokens per sequence after the `made` so far; ended sequences yield -1.
 
-        Returns the block int32 [B, DECODE_BLOCK], the newest tokens, which sequences have ended, the caches.
+        Returns the block int32 [B, DECODE_BLOCK], its log-probabilities float32, the newest tokens, which
+        sequences have ended, the caches.
         """
 
         def unfinished(state: tuple) -> jax.Array:
-            step, _, _, done, _ = state
+            step, _, _, _, done, _ = state
             return (step < steps) & ~done.all()
 
         def advance(state: tuple) -> tuple:
-            step, block, tokens, done, caches = state
+            step, block, scores, tokens, done, caches = state
             new_lengths = jnp.where(done, 0, 1).astype(jnp.int32)
             hidden, caches = self._rows(parameters, tokens[:, None], new_lengths, caches, rotations)
-            chosen, ended = self._choose(parameters, hidden[:, 0], made + step)
+            chosen, score, ended = self._choose(logprobs, parameters, hidden[:, 0], key, made + step)
             block = block.at[:, step].set(jnp.where(done, -1, chosen))
-            return step + 1, block, jnp.where(done, tokens, chosen), done | ended, caches
+            scores = scores.at[:, step].set(score)
+            return step + 1, block, scores, jnp.where(done, tokens, chosen), done | ended, caches
 
         block = jnp.full((tokens.shape[0], DECODE_BLOCK), -1, jnp.int32)
-        state = (jnp.int32(0), block, tokens, done, caches)
-        _, block, tokens, done, caches = jax.lax.while_loop(unfinished, advance, state)
-        return block, tokens, done, caches
+        state = (jnp.int32(0), block, jnp.zeros(block.shape, jnp.float32), tokens, done, caches)
+        _, block, scores, tokens, done, caches = jax.lax.while_loop(unfinished, advance, state)
+        return block, scores, tokens, done, caches
 
     def _rows(
         self, parameters: Any, tokens: jax.Array, new_lengths: jax.Array, caches: list[Any], rotations: Any
@@ -277,25 +453,44 @@ class Generator:
         model = nnx.merge(self._graph, parameters)
         return model.hidden_states(tokens, caches, positions=positions, attention=attention)
 
-    def _choose(self, parameters: Any, rows: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Samples token number `index` of every sequence from rows [B, H]; also whether it is an end."""
+    def _choose(
+        self, logprobs: bool, parameters: Any, rows: jax.Array, key: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Samples token number `index` of every sequence from rows [B, H].
+
+        Returns the tokens, their log-probabilities float32 [B] (zeros unless asked for), and whether each is
+        an end.
+        """
 
         def key_of(sequence: jax.Array) -> jax.Array:
-            return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.sampling.seed), sequence), index)
+            return jax.random.fold_in(jax.random.fold_in(key, sequence), index)
 
         keys = jax.vmap(key_of)(jnp.arange(rows.shape[0]))
         logits = nnx.merge(self._graph, parameters).logits(rows)
         tokens = sample(logits, keys, self.sampling)
-        return tokens, jnp.isin(tokens, jnp.asarray(self.eos, jnp.int32))
+        scores = jnp.zeros(tokens.shape, jnp.float32)
+        if logprobs:
+            chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+            scores = chosen - jax.nn.logsumexp(logits, axis=-1)
+        return tokens, scores, jnp.isin(tokens, jnp.asarray(self.eos, jnp.int32))
 
     def _run(
-        self, name: str, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        static: tuple[bool, ...] = (),
+        donate: tuple[int, ...] = (),
     ) -> Any:
-        """Calls the program compiled for arguments of these shapes; compile time is counted apart."""
-        key = (name, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arguments[1:])))
+        """Calls the program compiled for arguments of these shapes; compile time is counted apart.
+
+        `static` are leading arguments that the program is compiled for; `donate` does not count them.
+        """
+        key = (name, static, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arguments[1:])))
         if key not in self._programs:
             started = time.perf_counter()
-            self._programs[key] = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+            program = jax.jit(functools.partial(function, *static), donate_argnums=donate)
+            self._programs[key] = program.lower(*arguments).compile()
             self._compile_seconds += time.perf_counter() - started
         return self._programs[key](*arguments)
 
@@ -314,12 +509,16 @@ def generate(
 
 
 class TextStream:
-    """Turns the tokens of one sequence into text piece by piece, never splitting a character."""
+    """Turns the tokens of one sequence into text piece by piece, never splitting a character.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    The text ends before the first of the `stop` strings; what may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._shown = 0  # characters
+        self.stopped = False  # whether a stop string was met
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
@@ -327,14 +526,27 @@ class TextStream:
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         if text.endswith("\ufffd"):  # bytes of a character are still missing
             return ""
-        piece, self._shown = text[self._shown :], len(text)
-        return piece
+        return self._next(text, len(text) - self._held(text))
 
     def finish(self) -> str:
         """What is left at the end, broken characters included."""
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        piece, self._shown = text[self._shown :], len(text)
+        return self._next(text, len(text))
+
+    def _next(self, text: str, certain: int) -> str:
+        """The text from what is shown to `certain`, or to a stop string."""
+        if self.stopped:
+            return ""
+        met = [at for stop in self._stop if (at := text.find(stop, self._shown)) >= 0]
+        self.stopped = bool(met)
+        end = min(met, default=certain)
+        piece, self._shown = text[self._shown : end], end
         return piece
+
+    def _held(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        lengths = [size for stop in self._stop for size in range(len(stop)) if text.endswith(stop[:size])]
+        return max(lengths, default=0)
 
 
 def select_rotations(
@@ -356,8 +568,66 @@ def select_rotations(
     return {layer: available[layer] for layer in layers}
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens: int) -> np.ndarray:
-    """Prompt lengths [B]; raises ConfigError naming the prompt."""
+def _check_seed(seed: int) -> None:
+    """Raises ConfigError unless a seed is one of those that all differ."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed = {seed!r}, allowed: 0..{2**32 - 1}")
+
+
+def _check_geometry(
+    caches: Sequence[LayerCache | DenseCache], config: ModelConfig, paged: Sequence[int], batch: int
+) -> None:
+    """Raises ConfigError unless the caches are those of this model and cache kind, for a batch, and alive."""
+    if len(caches) != config.num_layers:
+        raise ConfigError(
+            f"caches of {len(caches)} layers, the model {config.model_id!r} has {config.num_layers}"
+        )
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(list(caches))):
+        raise ConfigError("these caches were consumed by a later turn: go on from the newest Generation")
+    geometry = config.cache_config()
+    rows = (config.num_key_value_heads, config.head_dim)
+    for layer, (cache, window) in enumerate(zip(caches, config.layer_windows)):
+        if layer in paged:
+            wanted = f"INT2 pages of {geometry}"
+            fits = isinstance(cache, LayerCache) and cache.config == geometry
+        else:
+            wanted = f"BF16 rows of {rows[0]} heads x {rows[1]}, window {window}"
+            fits = isinstance(cache, DenseCache) and (cache.window, cache.key.shape[2:]) == (window, rows)
+        found = (
+            f"INT2 pages of {cache.config}"
+            if isinstance(cache, LayerCache)
+            else f"BF16 rows of {cache.key.shape[2]} heads x {cache.key.shape[3]}, window {cache.window}"
+        )
+        if not fits:
+            raise ConfigError(f"the cache of layer {layer} has {found}, this generator's has {wanted}")
+        if cache.batch != batch:
+            raise ConfigError(f"{batch} prompts for caches of {cache.batch} sequences")
+
+
+def _check_room(caches: Sequence[LayerCache | DenseCache], lengths: np.ndarray) -> None:
+    """Raises CacheFullError unless every layer can hold sequences of these lengths [B]."""
+    for cache in caches:
+        if isinstance(cache, LayerCache):
+            room = cache.capacity
+        elif cache.window is not None and cache.key.shape[1] >= cache.window:
+            continue  # a whole ring goes round for ever
+        else:
+            room = cache.key.shape[1]
+        if lengths.max() > room:
+            sequence = int(lengths.argmax())
+            raise CacheFullError(
+                f"sequence {sequence} would have {int(lengths[sequence])} tokens, its caches hold {room}: "
+                "give the first turn a larger capacity"
+            )
+
+
+def _check_prompts(
+    prompts: Sequence[Sequence[int]],
+    config: ModelConfig,
+    max_new_tokens: int,
+    stored: np.ndarray | None = None,
+) -> np.ndarray:
+    """Prompt lengths [B]; raises ConfigError naming the prompt. `stored` [B] tokens come before them."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens = {max_new_tokens}, allowed: >= 1")
     if not prompts:
@@ -368,9 +638,11 @@ def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, max_ne
         foreign = [token for token in prompt if not 0 <= token < config.vocab_size]
         if foreign:
             raise ConfigError(f"prompt {index} has token {foreign[0]}, allowed: 0..{config.vocab_size - 1}")
-        if len(prompt) + max_new_tokens > config.max_positions:
+        before = 0 if stored is None else int(stored[index])
+        if before + len(prompt) + max_new_tokens > config.max_positions:
+            after = f" after {before} stored ones" if before else ""
             raise ConfigError(
-                f"prompt {index} has {len(prompt)} tokens: with {max_new_tokens} new ones more than the "
-                f"{config.max_positions} positions of {config.model_id!r}"
+                f"prompt {index} has {len(prompt)} tokens{after}: with {max_new_tokens} new ones more than "
+                f"the {config.max_positions} positions of {config.model_id!r}"
             )
     return np.array([len(prompt) for prompt in prompts])

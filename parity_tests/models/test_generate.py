@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from oscar_jax.cache import live_bytes, read_layer_cache
-from oscar_jax.core.errors import CheckpointError, ConfigError
+from oscar_jax.core.errors import CacheFullError, CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
 from oscar_jax.core.window_policy import EVERY_LAYER_INT2
 from oscar_jax.generate import (
@@ -321,13 +321,33 @@ def test_sampling_is_reproducible_and_independent_of_the_batch() -> None:
     sampling = SamplingConfig(temperature=1.0, top_k=20, top_p=0.95, seed=3)
     warm = generator("qwen3", "bf16", sampling=sampling)
     prompts = [tokens_of(20).tolist(), tokens_of(30).tolist()]
-    both = warm(prompts, 10).tokens
-    assert warm(prompts, 10).tokens == both
-    assert warm([prompts[0], tokens_of(9).tolist()], 10).tokens[0] == both[0]
+    both = warm(prompts, 10, seed=3).tokens
+    assert warm(prompts, 10, seed=3).tokens == both
+    assert warm([prompts[0], tokens_of(9).tolist()], 10, seed=3).tokens[0] == both[0]
     assert generator("qwen3", "bf16")(prompts, 10).tokens != both
     # two copies of a prompt are two draws
-    twins = warm([prompts[0], prompts[0]], 10).tokens
+    twins = warm([prompts[0], prompts[0]], 10, seed=3).tokens
     assert twins[0] == both[0] and twins[1] != twins[0]
+
+
+def test_seeds_advance_from_the_one_of_the_sampling() -> None:
+    """Calls without a seed differ, a fresh Generator repeats them, and each says with which seed it drew."""
+    model, config = tiny_model("qwen3")
+    prompt = [tokens_of(20).tolist()]
+
+    def three_calls() -> list[Generation]:
+        fresh = Generator(model, config, cache="bf16", sampling=SamplingConfig(temperature=1.0, seed=5))
+        fresh._programs = programs  # the seed is an argument of the programs, not part of them
+        return [fresh(prompt, 10) for _ in range(3)]
+
+    programs: dict[Any, Any] = {}
+    runs, again = three_calls(), three_calls()
+    assert len({tuple(run.tokens[0]) for run in runs}) == 3 and len({run.seed for run in runs}) == 3
+    assert runs[0].seed == 5
+    assert [run.tokens for run in again] == [run.tokens for run in runs]
+    assert sum(run.statistics.compile_seconds for run in again) == 0
+    repeated = generator("qwen3", "bf16", sampling=SamplingConfig(temperature=1.0))
+    assert repeated(prompt, 10, seed=runs[2].seed).tokens == runs[2].tokens
 
 
 def test_sample_cuts_and_draws_from_the_stated_distribution() -> None:
@@ -350,6 +370,172 @@ def test_sample_cuts_and_draws_from_the_stated_distribution() -> None:
     np.testing.assert_allclose(frequencies(temperature=0.5), sharp / sharp.sum(), atol=0.025)
     for greedy in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.01}):
         assert frequencies(**greedy)[0] == 1.0
+
+
+# --- turns, streams, stop strings, log-probabilities ---
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "lengths"),
+    [
+        ("qwen3", "bf16", (30, 90)),
+        ("qwen3", "int2", (400, 349)),
+        ("gemma3", "bf16", (400, 349)),
+        ("gemma3", "int2", (400, 349)),
+    ],
+)
+def test_a_second_turn_equals_the_whole_conversation(family: str, cache: str, lengths: tuple) -> None:
+    """Ragged; the longer pair has INT2 history on both sides of the turn, and starts within a page."""
+    warm = generator(family, cache)
+    first = [tokens_of(length).tolist() for length in lengths]
+    second = [tokens_of(length, seed=1).tolist() for length in (70, 5)]
+    one = warm(first, 9, capacity=600)
+    whole = [a + b + c for a, b, c in zip(first, one.tokens, second)]
+    two = warm(second, 12, caches=one)
+    at_once = warm(whole, 12, capacity=600)
+    assert two.tokens == at_once.tokens
+    for ours, theirs in zip(two.caches, at_once.caches):
+        assert ours.lengths.tolist() == theirs.lengths.tolist() == [len(text) + 11 for text in whole]
+        if isinstance(ours, LayerCache) and isinstance(theirs, LayerCache):
+            assert ours.history_pages.tolist() == theirs.history_pages.tolist()
+            assert (lengths[0] > 320) == (ours.history_pages.tolist()[0] > 0)
+    # a third turn may say nothing new; another one of its width needs no new program
+    third = warm([[], []], 4, caches=two)
+    again = warm([[], []], 4, caches=at_once)
+    assert third.tokens == again.tokens and again.statistics.compile_seconds == 0
+
+
+def test_caches_alone_go_on_from_what_they_store() -> None:
+    warm = generator("qwen3", "bf16")
+    prompt = tokens_of(40).tolist()
+    one = warm([prompt], 5, capacity=256)
+    given = one.tokens[0][-1:] + tokens_of(8, seed=1).tolist()
+    two = warm([given], 6, caches=one.caches)
+    assert two.tokens == warm([prompt + one.tokens[0][:-1] + given], 6, capacity=256).tokens
+
+
+def test_turns_that_cannot_go_on_are_refused_by_name_and_leave_the_caches() -> None:
+    warm = generator("qwen3", "bf16")
+    one = warm([tokens_of(40).tolist()], 5)
+    with pytest.raises(CacheFullError, match=r"sequence 0 would have 139 tokens, its caches hold 128"):
+        warm([tokens_of(84).tolist()], 11, caches=one)
+    with pytest.raises(ConfigError, match="2 prompts for caches of 1 sequences"):
+        warm([[1], [2]], 3, caches=one)
+    with pytest.raises(ConfigError, match=r"the cache of layer 0 has BF16 rows .* has INT2 pages"):
+        generator("qwen3", "int2")([[1]], 3, caches=one)
+    with pytest.raises(ConfigError, match=r"the cache of layer 0 has BF16 rows .* window None, .* window 40"):
+        generator("gemma3", "bf16")([[1]], 3, caches=one)
+    with pytest.raises(ConfigError, match="caches of 1 layers, the model 'tiny' has 2"):
+        warm([[1]], 3, caches=one.caches[:1])
+    with pytest.raises(ConfigError, match="prompt 0 has 1 tokens after 44 stored ones"):
+        warm([[]], 2048 - 44, caches=one)
+    with pytest.raises(ConfigError, match="prompt 0 has no tokens"):
+        warm([[]], 3, caches=one.caches)
+    with pytest.raises(ConfigError, match="capacity = 256: caches of an earlier turn keep"):
+        warm([[1]], 3, caches=one, capacity=256)
+    two = warm([[1]], 3, caches=one)
+    with pytest.raises(ConfigError, match="consumed by a later turn"):
+        warm([[1]], 3, caches=one)
+    # 48 rows, the token that was not stored and 79 of the 80 new ones fill the cache
+    assert len(warm([[]], 80, caches=two).tokens[0]) == 80
+
+
+def test_a_short_ring_is_full_before_its_window() -> None:
+    """A first turn shorter than the window allocates less than a ring, which cannot go round."""
+    config = config_from_hf(
+        {**SHAPE, "model_type": "gemma3_text", "num_hidden_layers": 1, "sliding_window": 512,
+         "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+        model_id="ring",
+    )  # fmt: skip
+    model = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(7))
+    warm = Generator(model, config, cache="bf16", eos_token_ids=(), chunk=128)
+    one = warm([tokens_of(100).tolist()], 2)
+    with pytest.raises(CacheFullError, match="its caches hold 128"):
+        warm([tokens_of(30).tolist()], 2, caches=one)
+
+
+def test_a_stream_is_the_call_taken_token_by_token() -> None:
+    warm = generator("qwen3", "bf16")
+    prompts = [tokens_of(20).tolist(), tokens_of(30).tolist()]
+    called = warm(prompts, 12)
+    stream = warm.stream(prompts, 12)
+    first = next(stream)
+    with pytest.raises(ConfigError, match="once all its tokens are taken"):
+        _ = stream.generation
+    events = [first, *stream]
+    assert stream.generation.tokens == called.tokens
+    assert [[token for s, token in events if s == index] for index in (0, 1)] == called.tokens
+    assert list(stream) == [] and stream.generation.tokens == called.tokens
+    # closed early: the generator goes on, the stream has no result
+    for after in (0, 1, 5):
+        closed = warm.stream(prompts, 12)
+        assert [next(closed) for _ in range(after)] == events[:after]
+        closed.close()
+        assert list(closed) == []
+        with pytest.raises(ConfigError, match="once all its tokens are taken"):
+            _ = closed.generation
+    assert warm(prompts, 12).tokens == called.tokens
+    with pytest.raises(ConfigError, match="no prompt given"):  # before a token is asked for
+        warm.stream([], 12)
+
+
+class Words:
+    """A tokenizer whose tokens are two letters each: 0 is "aa", 1 is "ab", ..."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + token // 10) + chr(97 + token % 10) for token in tokens)
+
+
+def test_stop_strings_end_one_sequence_and_leave_exact_caches() -> None:
+    model, config = tiny_model("qwen3")
+    warm = Generator(model, config, cache="bf16", eos_token_ids=(), chunk=128, tokenizer=Words())
+    prompts = [tokens_of(20).tolist(), tokens_of(30).tolist()]
+    free = warm(prompts, 20)
+    assert free.texts == [Words().decode(tokens) for tokens in free.tokens]
+    # the second letter of one token and the first of the next, found in the middle of a decode block
+    text = free.texts[0]
+    stop = next(text[at : at + 2] for at in range(9, 30, 2) if text.find(text[at : at + 2]) == at)
+    at = text.index(stop)
+    assert stop not in free.texts[1]
+    result = warm(prompts, 20, stop=("zz", stop))
+    assert result.finish == ["stop", "length"]
+    assert result.texts == [text[:at], free.texts[1]]
+    made = (at + 2 + 1) // 2
+    assert result.tokens == [free.tokens[0][:made], free.tokens[1]]
+    assert result.caches[0].lengths.tolist() == [20 + made - 1, 30 + 19]
+    # what follows is the conversation with the tokens that were made
+    more = [[3, 4], [5]]
+    whole = [a + b + c for a, b, c in zip(prompts, result.tokens, more)]
+    assert warm(more, 6, caches=result).tokens == warm(whole, 6, capacity=128).tokens
+    assert warm(prompts, 20, stop=stop).finish == ["stop", "length"]  # a single string is one stop
+
+
+def test_text_stream_holds_back_what_may_be_a_stop() -> None:
+    stream = TextStream(Letters(), stop=("\n\n", "END"))
+    assert [stream.push(byte) for byte in b"a\nbE"] == ["a", "", "\nb", ""]
+    assert [stream.push(byte) for byte in b"NX"] == ["", "ENX"]
+    assert [stream.push(byte) for byte in b"\n"] == [""] and not stream.stopped
+    assert [stream.push(byte) for byte in b"\nq"] == ["", ""] and stream.stopped
+    assert stream.finish() == ""
+    unfinished = TextStream(Letters(), stop=("END",))
+    assert [unfinished.push(byte) for byte in b"xEN"] == ["x", "", ""]
+    assert unfinished.finish() == "EN" and not unfinished.stopped
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=1.3, top_k=5)])
+def test_logprobs_are_those_of_a_direct_forward_pass(sampling: SamplingConfig) -> None:
+    """Rows rounded to bf16 in the cache move logits by 2 % of the largest, log-probabilities by twice it."""
+    prompts = [tokens_of(60).tolist(), tokens_of(31).tolist()]
+    result = generator("qwen3", "bf16", sampling=sampling)(prompts, 12, logprobs=True)
+    model, _ = tiny_model("qwen3")
+    assert result.logprobs is not None
+    for prompt, made, scores in zip(prompts, result.tokens, result.logprobs):
+        logits = nnx.jit(lambda m, t: m(t)[0])(model, jnp.asarray([prompt + made]))[0, len(prompt) - 1 : -1]
+        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(12), made]
+        bound = 2 * 0.02 * float(jnp.abs(logits).max())
+        np.testing.assert_allclose(scores, expected, atol=bound)
+        assert np.ptp(expected) > bound  # so that the right token at the right place is told from others
+    assert generator("qwen3", "bf16", sampling=sampling)(prompts, 2).logprobs is None
 
 
 class Letters:
@@ -429,6 +615,10 @@ def test_rotations_of_another_model_are_refused() -> None:
         (lambda: SamplingConfig(temperature=-1.0), "temperature = -1.0"),
         (lambda: SamplingConfig(top_k=-1), "top_k = -1"),
         (lambda: SamplingConfig(top_p=0.0), "top_p = 0.0"),
+        (lambda: SamplingConfig(seed=-1), r"seed = -1, allowed: 0\.\.4294967295"),
+        (lambda: generator("qwen3", "bf16")([[1]], 3, seed=2**32), "seed = 4294967296"),
+        (lambda: generator("qwen3", "bf16")([[1]], 3, stop=("x",)), r"stop = \('x',\) needs a tokenizer"),
+        (lambda: generator("qwen3", "bf16")([[1]], 3, stop=("",)), r"stop = \('',\), allowed: strings that"),
     ],
 )
 def test_impossible_requests_are_refused_by_name(call: Any, message: str) -> None:
