@@ -16,16 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from . import ops
+from .arithmetic import compiled_once, exact_arithmetic, refuse_gradients, traced, zeros_of
 from .core import cache_format as fmt
 from .core.config import CacheConfig
-from .core.errors import CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
-from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
+from .core.errors import CacheFullError, ConfigError, OscarError, ShapeError
+from .layer_cache import (
+    PAGE,
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_rotation,
+    check_rows,
+    recent_slot,
+)
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 
 
+@exact_arithmetic
 def allocate_layer_cache(
     config: CacheConfig,
     batch: int,
@@ -70,6 +81,7 @@ def allocate_layer_cache(
     )
 
 
+@exact_arithmetic
 def allocate_dense_cache(
     config: CacheConfig,
     batch: int,
@@ -87,29 +99,61 @@ def allocate_dense_cache(
     )
 
 
-def attend(
+@exact_arithmetic
+def attend[Cache: LayerCache | DenseCache](
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Any,
-    rotation: Any,
+    cache: Cache,
+    rotation: RotationArrays | None,
     *,
     new_lengths: jax.Array,
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Cache]:
     """Attends with new tokens and stores them: the one call a decoder layer makes.
 
     query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
     rows [B, T, N, D] in the query's dtype, computed in float32, and the cache with the rows appended. One
     token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
-    exactly, to itself.
+    exactly, to itself. Raises what `append_rows` raises, before anything runs.
+
+    Under jit nobody can refuse a sequence that outgrows its tables: from then on its output is NaN, the other
+    sequences stay right, and `overflowed` tells which.
     """
+    check_query(query, cache, rotation, sink_logits)
+    check_chunk(query, key, value, cache, new_lengths)
+    if isinstance(cache, LayerCache) and query.shape[2] != cache.config.num_query_heads:
+        raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
+    ops.check_implementation(implementation)
+    if not traced((cache, new_lengths)):
+        check_capacity(cache, new_lengths)
+    with ops.placed(query):
+        return _attend(
+            query, key, value, cache, rotation, new_lengths, softmax_scale, sliding_window, sink_logits,
+            implementation,
+        )  # fmt: skip
+
+
+@compiled_once
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any,
+    rotation: RotationArrays | None,
+    new_lengths: jax.Array,
+    softmax_scale: float,
+    sliding_window: int | None,
+    sink_logits: jax.Array | None,
+    implementation: str | None,
+) -> tuple[jax.Array, Any]:
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    key = _poisoned(cache, key, new_lengths)
     if query.shape[1] == 1:
-        cache = append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+        cache = _append(cache, rotation, key, value, new_lengths, implementation)
         out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)
         return out[:, None], cache
     out = ops.chunk_attention(
@@ -122,7 +166,7 @@ def attend(
         implementation=implementation,
         **options,
     )
-    return out, append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+    return out, _append(cache, rotation, key, value, new_lengths, implementation)
 
 
 class NewPages(NamedTuple):
@@ -133,34 +177,52 @@ class NewPages(NamedTuple):
     destination: jax.Array  # int32 [B, M]: physical page, or P where there is nothing to write
 
 
-def append_rows(
-    cache: LayerCache | DenseCache,
-    rotation: Any,
+@exact_arithmetic
+def append_rows[Cache: LayerCache | DenseCache](
+    cache: Cache,
+    rotation: RotationArrays | None,
     key: jax.Array,
     value: jax.Array,
     new_lengths: jax.Array,
     *,
     implementation: str | None = None,
     check: bool = True,
-) -> Any:
+) -> Cache:
     """Appends rows to every sequence and quantizes the recent pages that become history.
 
     key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
-    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Outside jit, raises CacheFullError
-    when a sequence would outgrow its tables; under jit, or with check=False (which spares the wait for the
-    device), the caller has called `check_capacity`.
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Raises ShapeError, DTypeError,
+    GradientError (INT2 only) and, outside jit, CacheFullError when a sequence would outgrow its tables; under
+    jit, or with check=False (which spares the wait for the device), the caller has called `check_capacity`,
+    or asks `overflowed` later.
     """
     check_rows(cache, key, value, new_lengths)
-    traced = isinstance(cache.lengths, Tracer) or isinstance(new_lengths, Tracer)
-    if check and not traced:
+    ops.check_implementation(implementation)
+    if isinstance(cache, LayerCache):
+        check_rotation(cache, rotation)
+    if check and not traced((cache.lengths, new_lengths)):
         check_capacity(cache, new_lengths)
+    with ops.placed(key):
+        return _append(cache, rotation, key, value, new_lengths, implementation)
+
+
+@compiled_once
+def _append(
+    cache: Any,
+    rotation: Any,
+    key: jax.Array,
+    value: jax.Array,
+    new_lengths: jax.Array,
+    implementation: str | None,
+) -> Any:
     if isinstance(cache, DenseCache):
-        return _append_dense(cache, key, value, new_lengths)
+        return _append_dense(cache, _poisoned(cache, key, new_lengths), value, new_lengths)
+    key, value = refuse_gradients("append_rows", (key, value))
     if key.shape[1] == 1:
         written = ops.append_token(cache, rotation, key, value, new_lengths, implementation=implementation)
         if written is not None:
             return written
-    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    key, value = round_to_bfloat16(_poisoned(cache, key, new_lengths)), round_to_bfloat16(value)
     new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     cache = _write_pages(cache, rotation, pages, implementation)
@@ -168,7 +230,25 @@ def append_rows(
     return dataclasses.replace(cache, lengths=cache.lengths + new_lengths, history_pages=history)
 
 
-def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[jax.Array, jax.Array]:
+@exact_arithmetic
+def overflowed(cache: LayerCache | DenseCache) -> jax.Array:
+    """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
+
+    Only where nothing checks the capacity: under jit, or with check=False.
+    """
+    return cache.lengths > cache.capacity
+
+
+def _poisoned(cache: LayerCache | DenseCache, key: jax.Array, new_lengths: jax.Array) -> jax.Array:
+    """The keys, NaN where the sequence outgrows its tables, so that its attention is NaN, not plausible."""
+    over = cache.lengths + jnp.clip(new_lengths, 0, key.shape[1]) > cache.capacity
+    return jnp.where(over[:, None, None, None], jnp.nan, key).astype(key.dtype)
+
+
+@exact_arithmetic
+def read_layer_cache(
+    cache: LayerCache, rotation: RotationArrays, sequence: int
+) -> tuple[jax.Array, jax.Array]:
     """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed."""
     config = cache.config
     length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
@@ -245,30 +325,10 @@ def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None
     }
 
 
-def check_rows(cache: LayerCache | DenseCache, key: jax.Array, value: jax.Array, new_lengths: Any) -> None:
-    """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
-    if isinstance(cache, DenseCache):
-        heads, head_dim = cache.key.shape[2:]
-    else:
-        heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
-    for name, rows in (("key", key), ("value", value)):
-        if rows.ndim != 4 or rows.shape[0] != cache.batch or rows.shape[2:] != (heads, head_dim):
-            raise ShapeError(f"{name} rows {rows.shape}, expected [{cache.batch}, T, {heads}, {head_dim}]")
-        if not jnp.issubdtype(rows.dtype, jnp.floating):
-            raise DTypeError(f"{name} rows are {rows.dtype}, expected bfloat16 (or a float to be rounded)")
-    if key.shape != value.shape or key.shape[1] < 1:
-        raise ShapeError(f"key rows {key.shape} and value rows {value.shape} must be equal and not empty")
-    if new_lengths.shape != (cache.batch,):
-        raise ShapeError(f"new_lengths {new_lengths.shape}, expected ({cache.batch},)")
-
-
-def check_capacity(cache: LayerCache | DenseCache, new_lengths: Any) -> None:
+def check_capacity(cache: LayerCache | DenseCache, new_lengths: jax.Array) -> None:
     """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
     after = np.asarray(cache.lengths) + np.asarray(new_lengths)
-    if isinstance(cache, DenseCache):
-        limit = cache.key.shape[1] if cache.window is None else np.iinfo(np.int32).max
-    else:
-        limit = cache.capacity
+    limit = cache.capacity
     if (np.asarray(new_lengths) < 0).any():
         raise ConfigError(f"new_lengths {np.asarray(new_lengths).tolist()}: must not be negative")
     if (after > limit).any():
@@ -353,6 +413,7 @@ def _pages_to_quantize(
         return lax.bitcast_convert_type(jnp.where(is_new, new, old), jnp.bfloat16)
 
     due = index < (after - before)[:, None]
+    due &= before[:, None] + index < cache.page_table.shape[1]  # a sequence past its capacity has no page
     columns = jnp.minimum(before[:, None] + index, cache.page_table.shape[1] - 1)
     destination = jnp.take_along_axis(cache.page_table, columns, axis=1)
     pages = cache.key_codes.shape[0]
@@ -360,18 +421,20 @@ def _pages_to_quantize(
     return NewPages(gathered(cache.window_key, key), gathered(cache.window_value, value), destination), after
 
 
-def _write_pages(cache: LayerCache, rotation: Any, pages: NewPages, implementation: str | None) -> LayerCache:
+def _write_pages(
+    cache: LayerCache, rotation: RotationArrays, pages: NewPages, implementation: str | None
+) -> LayerCache:
     """Quantizes the collected pages, if any is due, and writes them to their physical pages."""
     key, value = (rows.reshape(-1, *rows.shape[2:]) for rows in (pages.key, pages.value))
 
     def quantized() -> dict[str, jax.Array]:
         return ops.quantize_pages(key, value, rotation, implementation=implementation)
 
-    shapes = jax.eval_shape(quantized)
+    types = jax.eval_shape(quantized)
     new = lax.cond(
         (pages.destination < cache.key_codes.shape[0]).any(),
         quantized,
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        lambda: jax.tree.map(zeros_of, types),
     )
     destination = pages.destination.reshape(-1)
     written = {name: getattr(cache, name).at[destination].set(new[name], mode="drop") for name in new}

@@ -1,39 +1,62 @@
 """Choice of implementation: "xla" (the reference, any device), "mosaic_gpu" (Hopper), None (best available).
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
-serve. `None` takes the Mosaic GPU kernel where it supports the shape, and the reference elsewhere.
+serve. `None` takes the Mosaic GPU kernel where the arrays lie on a GPU of compute capability 9.x and the
+kernel supports the shape, and the reference elsewhere; the log says once which and why.
 """
 
+import contextlib
 import functools
+import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from . import attention, quantize
+from .arithmetic import exact_arithmetic, refuse_gradients
 from .core.errors import ConfigError
-from .layer_cache import LayerCache
+from .layer_cache import (
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_rotation,
+    check_rows,
+)
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+_log = logging.getLogger(__name__)
+
+# Kernel module and function of every implementation but the reference.
+Kernels = dict[str, tuple[str, str]]
+QUANTIZE_PAGES: Kernels = {"mosaic_gpu": ("quantize.mosaic_gpu", "quantize_page_pair")}
+APPEND_TOKEN: Kernels = {"mosaic_gpu": ("append.mosaic_gpu", "append_token")}
+DECODE_ATTENTION: Kernels = {"mosaic_gpu": ("decode.mosaic_gpu", "decode_attention")}
+CHUNK_ATTENTION: Kernels = {"mosaic_gpu": ("prefill.mosaic_gpu", "chunk_attention")}
 
 
+@exact_arithmetic
 def quantize_pages(
-    key_pages: jax.Array, value_pages: jax.Array, rotation: Any, *, implementation: str | None = None
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    rotation: RotationArrays,
+    *,
+    implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
-    return _choose(
-        implementation,
-        lambda: _mosaic("quantize").quantize_page_pair,
-        quantize.quantize_page_pair,
-        key_pages,
-        value_pages,
-        rotation,
-    )
+    key_pages, value_pages = refuse_gradients("quantize_pages", (key_pages, value_pages))
+    choice = _choose(implementation, key_pages, QUANTIZE_PAGES, quantize.quantize_page_pair)
+    return choice(key_pages, value_pages, rotation)
 
 
+@exact_arithmetic
 def append_token(
     cache: LayerCache,
-    rotation: Any,
+    rotation: RotationArrays,
     key: jax.Array,
     value: jax.Array,
     new_lengths: jax.Array,
@@ -44,77 +67,135 @@ def append_token(
 
     Returns None where the choice of implementation means the reference.
     """
-    kernel = lambda: _mosaic("append").append_token  # noqa: E731
-    reference = lambda *_: None  # noqa: E731
-    return _choose(implementation, kernel, reference, cache, rotation, key, value, new_lengths)
+    check_rows(cache, key, value, new_lengths)
+    check_rotation(cache, rotation)
+    key, value = refuse_gradients("append_token", (key, value))
+    choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: None)
+    return choice(cache, rotation, key, value, new_lengths)
 
 
+@exact_arithmetic
 def decode_attention(
-    query: jax.Array, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
+    query: jax.Array,
+    cache: LayerCache | DenseCache,
+    rotation: RotationArrays | None,
+    *,
+    implementation: str | None = None,
+    **options: Any,
 ) -> jax.Array:
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
-    kernel = None
+    check_query(query, cache, rotation, options.get("sink_logits"))
+    kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernel = lambda: functools.partial(  # noqa: E731
-            _mosaic("decode").decode_attention, dtype=query.dtype
-        )
-    out = _choose(implementation, kernel, attention.decode_attention, query, cache, rotation, **options)
-    return out.astype(query.dtype)
+        kernels = DECODE_ATTENTION
+        query, cache = refuse_gradients("decode_attention", (query, cache))
+    choice = _choose(implementation, query, kernels, _decode_reference)
+    return choice(query, cache, rotation, dtype=query.dtype, **options).astype(query.dtype)
 
 
+def _decode_reference(*arguments: Any, dtype: Any, **options: Any) -> jax.Array:
+    return attention.decode_attention(*arguments, **options).astype(dtype)
+
+
+@exact_arithmetic
 def chunk_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Any,
-    rotation: Any,
+    cache: LayerCache | DenseCache,
+    rotation: RotationArrays | None,
     *,
     implementation: str | None = None,
     **options: Any,
 ) -> jax.Array:
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
-    kernel = None
+    check_query(query, cache, rotation, options.get("sink_logits"))
+    check_chunk(query, key, value, cache, options["new_lengths"])
+    kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernel = lambda: _mosaic("prefill").chunk_attention  # noqa: E731
-    reference = attention.chunk_attention
-    out = _choose(implementation, kernel, reference, query, key, value, cache, rotation, **options)
-    return out.astype(query.dtype)
+        kernels = CHUNK_ATTENTION
+        query, key, value, cache = refuse_gradients("chunk_attention", (query, key, value, cache))
+    choice = _choose(implementation, query, kernels, attention.chunk_attention)
+    return choice(query, key, value, cache, rotation, **options).astype(query.dtype)
 
 
-def _mosaic(name: str) -> Any:
-    """A kernel module, imported on first use: Mosaic GPU is not part of every JAX build."""
-    import importlib
-
-    return importlib.import_module(f".pallas.{name}.mosaic_gpu", __package__)
-
-
-def _choose(
-    implementation: str | None,
-    kernel: Callable[[], Callable] | None,
-    reference: Callable,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Runs the named implementation, or the best one that supports these arguments."""
+def check_implementation(implementation: str | None) -> None:
+    """Raises ConfigError unless the name is known."""
     if implementation not in (*IMPLEMENTATIONS, None):
         raise ConfigError(
             f"implementation = {implementation!r}, allowed: {', '.join(IMPLEMENTATIONS)} or None"
         )
+
+
+def placed(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
+    """Context in which a trace, whose arrays have no place, chooses for the device of this array."""
+    device = _placement(array)
+    if isinstance(array, Tracer) or _why_not(device) == _why_not(_ambient()):
+        return contextlib.nullcontext()
+    return jax.default_device(device)
+
+
+def _choose(
+    implementation: str | None, array: jax.Array, kernels: Kernels, reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The named implementation, or for None the best one for the device of the array."""
+    check_implementation(implementation)
     # A BF16 cache has no INT2 kernel: every choice means the reference.
-    if implementation == "xla" or kernel is None:
+    if implementation == "xla" or not kernels:
+        return reference
+    reason = _why_not(_placement(array))
+    if implementation is not None:
+        if implementation not in kernels:
+            raise NotImplementedError(f"{implementation} has no kernel here, allowed: {', '.join(kernels)}")
+        if reason:
+            raise NotImplementedError(f"implementation = {implementation!r}: {reason}")
+        return _kernel(*kernels[implementation])
+    if reason:
+        _log_once(f"the reference runs: {reason}")
+        return reference
+
+    def best_available(*args: Any, **options: Any) -> Any:
+        for name, where in kernels.items():
+            try:
+                return _kernel(*where)(*args, **options)
+            except NotImplementedError as refusal:
+                _log_once(f"the reference runs: {name} does not serve this: {refusal}")
         return reference(*args, **options)
-    if implementation == "mosaic_gpu":
-        return kernel()(*args, **options)
-    if _hopper():
-        try:
-            return kernel()(*args, **options)
-        except NotImplementedError:
-            pass
-    return reference(*args, **options)
+
+    return best_available
+
+
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    """A kernel, imported on first use: Mosaic GPU is not part of every JAX build."""
+    return getattr(importlib.import_module(f".pallas.{module}", __package__), name)
+
+
+def _placement(array: jax.Array) -> Any:
+    """The device an array lies on (one of several alike); under a trace, where arrays would go."""
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
+        return min(array.devices(), key=lambda device: device.id)
+    return _ambient()
+
+
+def _ambient() -> Any:
+    """The default device."""
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return default
+    return jax.devices(default)[0]  # a platform's name, or None
 
 
 @functools.cache
-def _hopper() -> bool:
-    """Whether the default device is a GPU that Mosaic GPU kernels run on (compute capability 9 or newer)."""
-    device = jax.devices()[0]
-    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 9.0
+def _why_not(device: Any) -> str | None:
+    """None if Mosaic GPU kernels run on the device, else the reason: they need capability 9.x."""
+    if device.platform != "gpu":
+        return f"the arrays lie on {device.platform}, mosaic_gpu needs a GPU of compute capability 9.x"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability.split(".")[0] != "9":
+        return f"{device.device_kind} has compute capability {capability}, mosaic_gpu needs 9.x"
+    return None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .arithmetic import exact_arithmetic
 from .core import cache_format as fmt
 from .core.errors import ShapeError
 
 
+@exact_arithmetic
 def pack_key_codes(codes: jax.Array) -> jax.Array:
     """Packs keys: word w of a token holds its channels 16w .. 16w + 15.
 
@@ -20,11 +22,13 @@ def pack_key_codes(codes: jax.Array) -> jax.Array:
     return _pack(codes)
 
 
+@exact_arithmetic
 def unpack_key_codes(words: jax.Array) -> jax.Array:
     """Inverse of `pack_key_codes`: int32 [..., 64, D/16] -> uint8 [..., 64, D]."""
     return _unpack(words)
 
 
+@exact_arithmetic
 def pack_value_codes(codes: jax.Array) -> jax.Array:
     """Packs values: word w of a channel holds the page's tokens 16w .. 16w + 15.
 
@@ -35,6 +39,7 @@ def pack_value_codes(codes: jax.Array) -> jax.Array:
     return _pack(codes.swapaxes(-1, -2))
 
 
+@exact_arithmetic
 def unpack_value_codes(words: jax.Array) -> jax.Array:
     """Inverse of `pack_value_codes`: int32 [..., D, 4] -> uint8 [..., 64, D]."""
     return _unpack(words).swapaxes(-1, -2)

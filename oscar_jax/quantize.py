@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
 from .core.errors import DTypeError, ShapeError
+from .layer_cache import Array, RotationArrays
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT
@@ -40,18 +42,20 @@ class Feedback:
 jax.tree_util.register_dataclass(Feedback, data_fields=["matrix", "shift"], meta_fields=["steps"])
 
 
-def round_to_bfloat16(rows: jax.Array) -> jax.Array:
+@exact_arithmetic
+def round_to_bfloat16(rows: Array) -> jax.Array:
     """Rounds to the nearest bfloat16, ties to even; bfloat16 passes through unchanged.
 
     `reduce_precision` makes the rounding explicit: XLA may drop a plain float32 -> bfloat16 -> float32 pair.
     """
     if rows.dtype == jnp.bfloat16:
-        return rows
+        return jnp.asarray(rows)
     return lax.reduce_precision(rows.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(
         jnp.bfloat16
     )
 
 
+@exact_arithmetic
 def page_key_mean(rows: jax.Array) -> jax.Array:
     """Mean key of a page (step 2). rows bf16 [..., 64, K, D] -> bf16 [..., K, D].
 
@@ -59,14 +63,16 @@ def page_key_mean(rows: jax.Array) -> jax.Array:
     """
     if rows.ndim < 3 or rows.shape[-3] != fmt.PAGE_TOKENS:
         raise ShapeError(f"a page has {fmt.PAGE_TOKENS} rows: rows {rows.shape}, expected [..., 64, K, D]")
+    rows = refuse_gradients("page_key_mean", rows)
     return _page_key_mean(_clean(rows))
 
 
+@exact_arithmetic
 def quantize_rows(
     rows: jax.Array,
-    transform: jax.Array,
-    multiplier: jax.Array,
-    mean: jax.Array,
+    transform: Array,
+    multiplier: Array,
+    mean: Array,
     feedback: Feedback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Centers, rotates, scales and codes rows (steps 1-9).
@@ -77,17 +83,20 @@ def quantize_rows(
     any work.
     """
     check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
+    rows = refuse_gradients("quantize_rows", rows)
     return _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
 
 
+@exact_arithmetic
 def quantize_key_pages(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, feedback: Feedback | None = None
+    rows: jax.Array, transform: Array, multiplier: Array, feedback: Feedback | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantizes whole pages of keys, centered by their own mean.
 
     rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
     """
     check_pages(rows, transform, multiplier)
+    rows = refuse_gradients("quantize_key_pages", rows)
     x = _clean(rows)
     mean = _page_key_mean(x)
     z = x - mean.astype(jnp.float32)[:, None]
@@ -95,11 +104,12 @@ def quantize_key_pages(
     return pack_key_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2), mean
 
 
+@exact_arithmetic
 def quantize_value_pages(
     rows: jax.Array,
-    transform: jax.Array,
-    multiplier: jax.Array,
-    mean: jax.Array,
+    transform: Array,
+    multiplier: Array,
+    mean: Array,
     feedback: Feedback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
@@ -109,11 +119,15 @@ def quantize_value_pages(
     check_pages(rows, transform, multiplier)
     if mean.shape != (transform.shape[0], rows.shape[-1]):
         raise ShapeError(f"value mean {mean.shape}, expected {(transform.shape[0], rows.shape[-1])}")
+    rows = refuse_gradients("quantize_value_pages", rows)
     codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
     return pack_value_codes(codes.swapaxes(1, 2)), scale.swapaxes(1, 2)
 
 
-def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
+@exact_arithmetic
+def quantize_page_pair(
+    key_pages: jax.Array, value_pages: jax.Array, rotation: RotationArrays
+) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     key_codes, key_scale, key_page_mean = quantize_key_pages(
         key_pages, rotation.key_transform, rotation.key_multiplier, getattr(rotation, "key_feedback", None)
@@ -134,8 +148,9 @@ def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: A
     }
 
 
+@exact_arithmetic
 def dequantize_key_pages(
-    words: jax.Array, scale: jax.Array, page_mean: jax.Array, query_transform: jax.Array
+    words: jax.Array, scale: jax.Array, page_mean: jax.Array, query_transform: Array
 ) -> jax.Array:
     """Reconstructs keys: mean + ((code - 1.5) * scale) @ inverse(T_K), with inverse(T_K) = query_transform^T.
 
@@ -147,8 +162,9 @@ def dequantize_key_pages(
     return x.swapaxes(1, 2)
 
 
+@exact_arithmetic
 def dequantize_value_pages(
-    words: jax.Array, scale: jax.Array, value_mean: jax.Array, output_transform: jax.Array
+    words: jax.Array, scale: jax.Array, value_mean: Array, output_transform: Array
 ) -> jax.Array:
     """Reconstructs values: value_mean + ((code - 1.5) * scale) @ output_transform.
 
@@ -156,7 +172,7 @@ def dequantize_value_pages(
     [K or 1, D, D] -> float32 [P, 64, K, D].
     """
     y = _grid(unpack_value_codes(words), scale)
-    x = value_mean.astype(jnp.float32)[:, None] + _matmul(y, output_transform)
+    x = jnp.asarray(value_mean, jnp.float32)[:, None] + _matmul(y, output_transform)
     return x.swapaxes(1, 2)
 
 
@@ -167,7 +183,7 @@ def require_nearest(rotation: Any, kernel: str) -> None:
         raise NotImplementedError(f"sequential rounding of {roles}: {kernel} rounds to the nearest")
 
 
-def check_transform(key_value_heads: int, head_dim: int, transform: jax.Array, multiplier: jax.Array) -> None:
+def check_transform(key_value_heads: int, head_dim: int, transform: Array, multiplier: Array) -> None:
     """Raises ShapeError or DTypeError unless transform and multiplier fit rows of [..., K, D]."""
     fmt_heads = transform.shape[0] if transform.ndim == 3 else -1
     if transform.ndim != 3 or transform.shape[1:] != (head_dim, head_dim):
@@ -184,14 +200,14 @@ def check_transform(key_value_heads: int, head_dim: int, transform: jax.Array, m
         raise ShapeError(f"head_dim {head_dim}, expected a multiple of 16 up to {fmt.MAX_HEAD_DIM}")
 
 
-def check_pages(rows: jax.Array, transform: jax.Array, multiplier: jax.Array) -> None:
+def check_pages(rows: jax.Array, transform: Array, multiplier: Array) -> None:
     """Raises ShapeError or DTypeError unless rows are [P, 64, K, D] and the transform fits them."""
     if rows.ndim != 4 or rows.shape[1] != fmt.PAGE_TOKENS:
         raise ShapeError(f"rows {rows.shape}, expected [P, {fmt.PAGE_TOKENS}, K, D]")
     check_transform(rows.shape[2], rows.shape[3], transform, multiplier)
 
 
-def _clean(rows: jax.Array) -> jax.Array:
+def _clean(rows: Array) -> jax.Array:
     """Step 1: float32 rows with non-finite entries 0 and magnitudes at most 2**64."""
     x = round_to_bfloat16(rows).astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -_CLAMP, _CLAMP), 0.0)
@@ -225,7 +241,7 @@ def _limbs(v: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _code_rows(
-    z: jax.Array, transform: jax.Array, multiplier: jax.Array, feedback: Feedback | None = None
+    z: jax.Array, transform: Array, multiplier: Array, feedback: Feedback | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Steps 3-9 on centered rows z float32 [..., K, D]."""
     head_dim = z.shape[-1]
@@ -237,7 +253,7 @@ def _code_rows(
 
     # Step 6. One product of the stacked limbs: rows [hi; lo] times columns [Thi | Tlo].
     rows = jnp.stack(_limbs(fixed)).astype(jnp.float32)
-    columns = jnp.concatenate(_limbs(transform.astype(jnp.int32)), axis=-1).astype(jnp.float32)
+    columns = jnp.concatenate(_limbs(jnp.asarray(transform, jnp.int32)), axis=-1).astype(jnp.float32)
     products = jnp.split(_matmul_rows(rows, columns).astype(jnp.int32), 2, axis=-1)
     (hi_hi, lo_hi), (hi_lo, lo_lo) = products
     y = (hi_hi << fmt.LIMB_BITS) + (hi_lo + lo_hi) + (lo_lo >> fmt.LIMB_BITS)
@@ -285,6 +301,6 @@ def _grid(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return (codes.astype(jnp.float32) - 1.5) * scale.astype(jnp.float32)[..., None]
 
 
-def _matmul(y: jax.Array, matrix: jax.Array) -> jax.Array:
+def _matmul(y: jax.Array, matrix: Array) -> jax.Array:
     """y [P, K, 64, D] @ matrix [K or 1, D, D]."""
     return jnp.matmul(y, matrix, precision=lax.Precision.HIGHEST)

@@ -15,13 +15,26 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
 from .core.config import CacheConfig
-from .core.errors import CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
-from .layer_cache import PAGE, DenseCache, LayerCache, recent_slot
+from .core.errors import CacheFullError, ConfigError, OscarError, ShapeError
+from .layer_cache import (
+    PAGE,
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_rotation,
+    check_rows,
+    recent_slot,
+)
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
 
 
+@torch.inference_mode(False)  # a cache outlives the mode it was made in
+@exact_arithmetic
 def allocate_layer_cache(
     config: CacheConfig,
     batch: int,
@@ -70,6 +83,8 @@ def allocate_layer_cache(
     )
 
 
+@torch.inference_mode(False)  # a cache outlives the mode it was made in
+@exact_arithmetic
 def allocate_dense_cache(
     config: CacheConfig,
     batch: int,
@@ -88,29 +103,38 @@ def allocate_dense_cache(
     return DenseCache(key=rows, value=torch.zeros_like(rows), lengths=lengths, window=window)
 
 
-def attend(
+@exact_arithmetic
+def attend[Cache: LayerCache | DenseCache](
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: Any,
-    rotation: Any,
+    cache: Cache,
+    rotation: RotationArrays | None,
     *,
     new_lengths: Tensor,
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
     implementation: str | None = None,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Cache]:
     """Attends with new tokens and stores them: the one call a decoder layer makes.
 
     query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
     rows [B, T, N, D] in the query's dtype, computed in float32, and the cache with the rows appended. One
     token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
-    exactly, to itself.
+    exactly, to itself. Raises what `append_rows` raises, before anything runs.
     """
+    check_query(query, cache, rotation, sink_logits)
+    check_chunk(query, key, value, cache, new_lengths)
+    if isinstance(cache, LayerCache):
+        if query.shape[2] != cache.config.num_query_heads:
+            raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
+        refuse_gradients("attend", (query, key, value, sink_logits))
+    ops.check_implementation(implementation)
+    check_capacity(cache, new_lengths)
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
     if query.shape[1] == 1:
-        cache = append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+        cache = _append(cache, rotation, key, value, new_lengths, implementation)
         out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)
         return out[:, None], cache
     out = ops.chunk_attention(
@@ -123,7 +147,7 @@ def attend(
         implementation=implementation,
         **options,
     )
-    return out, append_rows(cache, rotation, key, value, new_lengths, implementation=implementation)
+    return out, _append(cache, rotation, key, value, new_lengths, implementation)
 
 
 class NewPages(NamedTuple):
@@ -134,33 +158,51 @@ class NewPages(NamedTuple):
     destination: Tensor  # int64 [M] physical pages
 
 
-def append_rows(
-    cache: LayerCache | DenseCache,
-    rotation: Any,
+@exact_arithmetic
+def append_rows[Cache: LayerCache | DenseCache](
+    cache: Cache,
+    rotation: RotationArrays | None,
     key: Tensor,
     value: Tensor,
     new_lengths: Tensor,
     *,
     implementation: str | None = None,
     check: bool = True,
-) -> Any:
+) -> Cache:
     """Appends rows to every sequence and quantizes the recent pages that become history.
 
     key, value bf16 [B, T, K, D] (other floats are rounded to bf16); new_lengths int32 [B]: the first
-    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Raises CacheFullError, with nothing
-    changed, when a sequence would outgrow its tables; with check=False (which spares the wait for the device)
-    the caller has called `check_capacity`.
+    new_lengths[b] rows of sequence b are stored, 0 leaves it untouched. Raises ShapeError, DTypeError,
+    GradientError (INT2 only) and CacheFullError, with nothing changed, when a sequence would outgrow its
+    tables; with check=False (which spares the wait for the device) the caller has called `check_capacity`,
+    or asks `overflowed` later.
     """
     check_rows(cache, key, value, new_lengths)
+    ops.check_implementation(implementation)
+    if isinstance(cache, LayerCache):
+        check_rotation(cache, rotation)
+        refuse_gradients("append_rows", (key, value))
     if check:
         check_capacity(cache, new_lengths)
+    return _append(cache, rotation, key, value, new_lengths, implementation)
+
+
+def _append(
+    cache: Any,
+    rotation: Any,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor,
+    implementation: str | None,
+) -> Any:
     if isinstance(cache, DenseCache):
-        return _append_dense(cache, key, value, new_lengths)
+        _append_dense(cache, key, value, new_lengths)
+        return cache
     if key.shape[1] == 1 and ops.append_token(
         cache, rotation, key, value, new_lengths, implementation=implementation
     ):
         return cache
-    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    key, value = round_to_bfloat16(_poisoned(cache, key, new_lengths)), round_to_bfloat16(value)
     new_lengths = new_lengths.clamp(0, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     if pages.destination.numel():
@@ -173,7 +215,23 @@ def append_rows(
     return cache
 
 
-def read_layer_cache(cache: LayerCache, rotation: Any, sequence: int) -> tuple[Tensor, Tensor]:
+@exact_arithmetic
+def overflowed(cache: LayerCache | DenseCache) -> Tensor:
+    """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
+
+    Only where nothing checks the capacity, that is with check=False; kernels lose rows without the NaN.
+    """
+    return cache.lengths > cache.capacity
+
+
+def _poisoned(cache: LayerCache | DenseCache, key: Tensor, new_lengths: Tensor) -> Tensor:
+    """The keys, NaN where the sequence outgrows its tables, so that its attention is NaN, not plausible."""
+    over = cache.lengths + new_lengths.clamp(0, key.shape[1]) > cache.capacity
+    return torch.where(over[:, None, None, None], torch.nan, key).to(key.dtype)
+
+
+@exact_arithmetic
+def read_layer_cache(cache: LayerCache, rotation: RotationArrays, sequence: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed."""
     config = cache.config
     length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
@@ -246,36 +304,13 @@ def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None
     }
 
 
-def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
-    """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
-    if isinstance(cache, DenseCache):
-        heads, head_dim = cache.key.shape[2:]
-    else:
-        heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
-    for name, rows in (("key", key), ("value", value)):
-        shape = tuple(rows.shape)
-        if rows.ndim != 4 or shape[0] != cache.batch or shape[2:] != (heads, head_dim):
-            raise ShapeError(f"{name} rows {shape}, expected [{cache.batch}, T, {heads}, {head_dim}]")
-        if not rows.is_floating_point():
-            raise DTypeError(f"{name} rows are {rows.dtype}, expected bfloat16 (or a float to be rounded)")
-    if key.shape != value.shape or key.shape[1] < 1:
-        raise ShapeError(
-            f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
-        )
-    if tuple(new_lengths.shape) != (cache.batch,):
-        raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
-
-
 def check_capacity(cache: LayerCache | DenseCache, new_lengths: Tensor) -> None:
     """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
     new = new_lengths.tolist()
     after = [a + b for a, b in zip(cache.lengths.tolist(), new)]
     if min(new) < 0:
         raise ConfigError(f"new_lengths {new}: must not be negative")
-    if isinstance(cache, DenseCache):
-        limit = cache.key.shape[1] if cache.window is None else torch.iinfo(torch.int32).max
-    else:
-        limit = cache.capacity
+    limit = cache.capacity
     for b, length in enumerate(after):
         if length > limit:
             raise CacheFullError(f"sequence {b} would have {length} tokens, its cache holds {limit}")
@@ -309,8 +344,9 @@ def _check_tables(cache: LayerCache, after: list[int], new_lengths: list[int]) -
             raise CacheFullError(f"sequence {b} needs {len(needed)} window pages, its table names fewer")
 
 
-def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> DenseCache:
+def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
     slots, tokens = cache.key.shape[1], key.shape[1]
+    key = _poisoned(cache, key, new_lengths)
     step = torch.arange(tokens, device=key.device)
     # A chunk longer than the ring overwrites itself: only its last S rows are written.
     keep = (step < new_lengths[:, None]) & (step >= new_lengths[:, None] - slots)
@@ -319,7 +355,6 @@ def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Te
     for store, rows in ((cache.key, key), (cache.value, value)):
         store[sequence, slot] = rows[sequence, index].to(store.dtype)
     cache.lengths += new_lengths.clamp(0, tokens)
-    return cache
 
 
 def _pages_to_quantize(
@@ -333,7 +368,9 @@ def _pages_to_quantize(
     # At most 63 tokens wait beyond the recent window, so T more complete at most ceil(T / 64) pages. More
     # recent tokens than that can only stem from a cut inside the history, where fewer pages are due.
     count = -(-key.shape[1] // PAGE)
-    due = torch.arange(count, device=key.device) < (after - before)[:, None]
+    index = torch.arange(count, device=key.device)
+    due = index < (after - before)[:, None]
+    due &= before[:, None] + index < cache.page_table.shape[1]  # a sequence past its capacity has no page
     sequence, index = due.nonzero(as_tuple=True)
     page = config.sink_pages + before[sequence] + index  # [M] token pages
     source = cache.window_table[sequence, recent_slot(page, config)]

@@ -5,15 +5,34 @@ and read. `DenseCache` is the BF16 cache beside it: the baseline, and the ring o
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from .core import cache_format as fmt
 from .core.config import CacheConfig
-from .core.errors import ShapeError
+from .core.errors import DTypeError, ShapeError
 
 PAGE = fmt.PAGE_TOKENS
+
+
+class RotationArrays(Protocol):
+    """What quantizer and attention read of a layer's rotation; `rotations.rotation.LayerRotation` has it."""
+
+    @property
+    def key_transform(self) -> Tensor: ...  # int16 [K or 1, D, D]
+    @property
+    def query_transform(self) -> Tensor: ...  # float32 [K or 1, D, D]
+    @property
+    def value_transform(self) -> Tensor: ...  # int16 [K or 1, D, D]
+    @property
+    def output_transform(self) -> Tensor: ...  # float32 [K or 1, D, D]
+    @property
+    def value_mean(self) -> Tensor: ...  # bf16 [K or 1, D]
+    @property
+    def key_multiplier(self) -> Tensor: ...  # int32 [K or 1]
+    @property
+    def value_multiplier(self) -> Tensor: ...  # int32 [K or 1]
 
 
 @dataclasses.dataclass
@@ -58,6 +77,16 @@ class LayerCache:
         return self.page_table.shape[0]
 
     @property
+    def heads(self) -> int:
+        """Number of key/value heads K."""
+        return self.config.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head D."""
+        return self.config.head_dim
+
+    @property
     def capacity(self) -> int:
         """Tokens that one sequence's tables can hold."""
         return self.config.sink_tokens + self.config.recent_tokens + PAGE * (self.page_table.shape[1] + 1) - 1
@@ -77,7 +106,110 @@ class DenseCache:
         """Number of sequences B."""
         return self.key.shape[0]
 
+    @property
+    def heads(self) -> int:
+        """Number of key/value heads K."""
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head D."""
+        return self.key.shape[3]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence can have; a ring forgets, and has no end."""
+        return self.key.shape[1] if self.window is None else 2**31 - 1
+
 
 def recent_slot(page: Any, config: CacheConfig) -> Any:
     """Window slot of token page `page` (past the sink), an int or an int array."""
     return config.sink_pages + (page - config.sink_pages) % config.recent_slots
+
+
+def check_query(
+    query: Tensor,
+    cache: LayerCache | DenseCache,
+    rotation: RotationArrays | None,
+    sink_logits: Tensor | None = None,
+) -> None:
+    """Raises ShapeError or DTypeError unless query [B, N, D] or [B, T, N, D] and rotation fit the cache."""
+    shape = tuple(query.shape)
+    middle = "" if len(shape) == 3 else "T, "
+    if (
+        len(shape) not in (3, 4)
+        or 0 in shape
+        or shape[0] != cache.batch
+        or shape[-1] != cache.head_dim
+        or shape[-2] % cache.heads
+    ):
+        raise ShapeError(
+            f"query {shape}, expected [{cache.batch}, {middle}G * {cache.heads}, {cache.head_dim}], T >= 1"
+        )
+    _require_float("query", query)
+    if sink_logits is not None:
+        if tuple(sink_logits.shape) != shape[-2:-1]:
+            raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected {shape[-2:-1]}")
+        _require_float("sink_logits", sink_logits)
+    if isinstance(cache, LayerCache):
+        check_rotation(cache, rotation)
+
+
+def check_chunk(
+    query: Tensor, key: Tensor, value: Tensor, cache: LayerCache | DenseCache, new_lengths: Tensor
+) -> None:
+    """Raises ShapeError or DTypeError unless key and value are rows for this cache, as many as queries."""
+    check_rows(cache, key, value, new_lengths)
+    if query.ndim != 4 or query.shape[1] != key.shape[1]:
+        raise ShapeError(
+            f"query {tuple(query.shape)} and key rows {tuple(key.shape)} must have the same number of tokens"
+        )
+
+
+def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
+    """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
+    for name, rows in (("key", key), ("value", value)):
+        shape = tuple(rows.shape)
+        if len(shape) != 4 or shape[0] != cache.batch or shape[2:] != (cache.heads, cache.head_dim):
+            raise ShapeError(
+                f"{name} rows {shape}, expected [{cache.batch}, T, {cache.heads}, {cache.head_dim}]"
+            )
+        _require_float(f"{name} rows", rows)
+    if key.shape != value.shape or key.shape[1] < 1:
+        raise ShapeError(
+            f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
+        )
+    if not hasattr(new_lengths, "dtype"):
+        raise DTypeError(f"new_lengths is {type(new_lengths).__name__}, expected an int32 array")
+    if tuple(new_lengths.shape) != (cache.batch,):
+        raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
+    if "int" not in str(new_lengths.dtype):
+        raise DTypeError(f"new_lengths is {_dtype(new_lengths)}, expected int32")
+
+
+def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
+    """Raises ShapeError or DTypeError unless the rotation has the heads and the head_dim of the cache."""
+    if rotation is None:
+        raise ShapeError(f"rotation is None, an INT2 cache needs one of {cache.heads} or 1 heads")
+    heads = rotation.key_transform.shape[0]
+    if heads not in (1, cache.heads):
+        raise ShapeError(f"rotation of {heads} heads, expected 1 or {cache.heads}")
+    shapes = fmt.rotation_field_shapes(heads, cache.head_dim)
+    for name, dtype in fmt.ROTATION_FIELDS.items():
+        if name == "key_mean":  # for export only
+            continue
+        array = getattr(rotation, name)
+        if tuple(array.shape) != shapes[name]:
+            raise ShapeError(f"rotation: {name} {tuple(array.shape)}, expected {shapes[name]}")
+        if _dtype(array) != dtype:
+            raise DTypeError(f"rotation: {name} is {_dtype(array)}, expected {dtype}")
+
+
+def _require_float(name: str, array: Tensor) -> None:
+    if "float" not in str(array.dtype):
+        raise DTypeError(f"{name} are {_dtype(array)}, expected bfloat16 (or a float to be rounded)")
+
+
+def _dtype(array: Tensor) -> str:
+    """Name of an array's element type, the same in both packages."""
+    return str(array.dtype).removeprefix("torch.")

@@ -3,7 +3,8 @@
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
 serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer and
 for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries take "flash",
-the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs.
+the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs. The log says once
+which and why.
 """
 
 import functools
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from . import attention, quantize
+from .arithmetic import exact_arithmetic, refuse_gradients
 from .core.errors import ConfigError
-from .layer_cache import LayerCache
+from .layer_cache import DenseCache, LayerCache, RotationArrays
 
 IMPLEMENTATIONS = ("eager", "triton", "gluon", "flash")
 _log = logging.getLogger(__name__)
@@ -43,17 +45,20 @@ CHUNK_ATTENTION: Kernels = {
 }
 
 
+@exact_arithmetic
 def quantize_pages(
-    key_pages: Tensor, value_pages: Tensor, rotation: Any, *, implementation: str | None = None
+    key_pages: Tensor, value_pages: Tensor, rotation: RotationArrays, *, implementation: str | None = None
 ) -> dict[str, Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    refuse_gradients("quantize_pages", (key_pages, value_pages))
     choice = _choose(implementation, key_pages, QUANTIZE_PAGES, quantize.quantize_page_pair)
     return choice(key_pages, value_pages, rotation)
 
 
+@exact_arithmetic
 def append_token(
     cache: LayerCache,
-    rotation: Any,
+    rotation: RotationArrays,
     key: Tensor,
     value: Tensor,
     new_lengths: Tensor,
@@ -64,15 +69,25 @@ def append_token(
 
     Returns False, with nothing done, where the choice of implementation means the reference.
     """
+    refuse_gradients("append_token", (key, value))
     choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: False)
     return choice(cache, rotation, key, value, new_lengths) is not False
 
 
+@exact_arithmetic
 def decode_attention(
-    query: Tensor, cache: Any, rotation: Any, *, implementation: str | None = None, **options: Any
+    query: Tensor,
+    cache: LayerCache | DenseCache,
+    rotation: RotationArrays | None,
+    *,
+    implementation: str | None = None,
+    **options: Any,
 ) -> Tensor:
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
-    kernels = DECODE_ATTENTION if isinstance(cache, LayerCache) else {}
+    kernels: Kernels = {}
+    if isinstance(cache, LayerCache):
+        kernels = DECODE_ATTENTION
+        refuse_gradients("decode_attention", query)
     choice = _choose(implementation, query, kernels, _decode_reference)
     return choice(query, cache, rotation, dtype=query.dtype, **options)
 
@@ -81,28 +96,37 @@ def _decode_reference(*arguments: Any, dtype: torch.dtype, **options: Any) -> Te
     return attention.decode_attention(*arguments, **options).to(dtype)
 
 
+@exact_arithmetic
 def chunk_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: Any,
-    rotation: Any,
+    cache: LayerCache | DenseCache,
+    rotation: RotationArrays | None,
     *,
     implementation: str | None = None,
     **options: Any,
 ) -> Tensor:
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
-    kernels = CHUNK_ATTENTION if isinstance(cache, LayerCache) else {}
+    kernels: Kernels = {}
+    if isinstance(cache, LayerCache):
+        kernels = CHUNK_ATTENTION
+        refuse_gradients("chunk_attention", (query, key, value))
     choice = _choose(implementation, query, kernels, attention.chunk_attention)
     return choice(query, key, value, cache, rotation, **options).to(query.dtype)
 
 
-def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, reference: Callable) -> Callable:
-    """The named implementation, or for None the best one for the tensor's device."""
+def check_implementation(implementation: str | None) -> None:
+    """Raises ConfigError unless the name is known."""
     if implementation not in (*IMPLEMENTATIONS, None):
         raise ConfigError(
             f"implementation = {implementation!r}, allowed: {', '.join(IMPLEMENTATIONS)} or None"
         )
+
+
+def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, reference: Callable) -> Callable:
+    """The named implementation, or for None the best one for the tensor's device."""
+    check_implementation(implementation)
     # A BF16 cache has no INT2 kernel: every choice means the reference.
     if implementation == "eager" or not kernels:
         return reference
@@ -119,7 +143,7 @@ def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, refere
             try:
                 return _kernel(*kernels[name])(*args, **options)
             except NotImplementedError as reason:
-                _log.info("%s does not serve this: %s", name, reason)
+                _log_once(f"{name} does not serve this: {reason}")
         return reference(*args, **options)
 
     return best_available
@@ -134,6 +158,7 @@ def _kernel(module: str, name: str) -> Callable:
 def _best(device: torch.device) -> tuple[str, ...]:
     """Implementations to try on a device, fastest first, chosen by compute capability."""
     if device.type != "cuda" or torch.version.cuda is None:
+        _log_once(f"the reference runs: the tensors lie on {device.type}, kernels need an NVIDIA GPU")
         return ()
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
@@ -143,3 +168,8 @@ def _best(device: torch.device) -> tuple[str, ...]:
         return ("flash", "triton")
     _log.info("compute capability %d.%d is too old for the kernels: using the reference", major, minor)
     return ()
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)

@@ -7,10 +7,12 @@ along tokens: 16 codes a word, code i at bits 2i and 2i + 1, words in natural or
 import torch
 from torch import Tensor
 
+from .arithmetic import exact_arithmetic
 from .core import cache_format as fmt
 from .core.errors import ShapeError
 
 
+@exact_arithmetic
 def pack_key_codes(codes: Tensor) -> Tensor:
     """Packs keys: word w of a token holds its channels 16w .. 16w + 15.
 
@@ -19,11 +21,13 @@ def pack_key_codes(codes: Tensor) -> Tensor:
     return _pack(codes)
 
 
+@exact_arithmetic
 def unpack_key_codes(words: Tensor) -> Tensor:
     """Inverse of `pack_key_codes`: int32 [..., 64, D/16] -> uint8 [..., 64, D]."""
     return _unpack(words)
 
 
+@exact_arithmetic
 def pack_value_codes(codes: Tensor) -> Tensor:
     """Packs values: word w of a channel holds the page's tokens 16w .. 16w + 15.
 
@@ -34,6 +38,7 @@ def pack_value_codes(codes: Tensor) -> Tensor:
     return _pack(codes.transpose(-1, -2))
 
 
+@exact_arithmetic
 def unpack_value_codes(words: Tensor) -> Tensor:
     """Inverse of `pack_value_codes`: int32 [..., D, 4] -> uint8 [..., 64, D]."""
     return _unpack(words).transpose(-1, -2)

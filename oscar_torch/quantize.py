@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
 from .core.errors import DTypeError, ShapeError
+from .layer_cache import RotationArrays
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT
@@ -35,11 +37,13 @@ class Feedback:
     steps: int
 
 
+@exact_arithmetic
 def round_to_bfloat16(rows: Tensor) -> Tensor:
     """Rounds to the nearest bfloat16, ties to even; bfloat16 passes through unchanged."""
     return rows if rows.dtype == torch.bfloat16 else rows.float().bfloat16()
 
 
+@exact_arithmetic
 def page_key_mean(rows: Tensor) -> Tensor:
     """Mean key of a page (step 2). rows bf16 [..., 64, K, D] -> bf16 [..., K, D].
 
@@ -49,9 +53,11 @@ def page_key_mean(rows: Tensor) -> Tensor:
         raise ShapeError(
             f"a page has {fmt.PAGE_TOKENS} rows: rows {tuple(rows.shape)}, expected [..., 64, K, D]"
         )
+    refuse_gradients("page_key_mean", rows)
     return _page_key_mean(_clean(rows))
 
 
+@exact_arithmetic
 def quantize_rows(
     rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor, feedback: Feedback | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -63,9 +69,11 @@ def quantize_rows(
     any work.
     """
     check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
+    refuse_gradients("quantize_rows", rows)
     return _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
 
 
+@exact_arithmetic
 def quantize_key_pages(
     rows: Tensor, transform: Tensor, multiplier: Tensor, feedback: Feedback | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,12 +82,14 @@ def quantize_key_pages(
     rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
     """
     check_pages(rows, transform, multiplier)
+    refuse_gradients("quantize_key_pages", rows)
     x = _clean(rows)
     mean = _page_key_mean(x)
     codes, scale = _code_rows(x - mean.float()[:, None], transform, multiplier, feedback)
     return pack_key_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous(), mean
 
 
+@exact_arithmetic
 def quantize_value_pages(
     rows: Tensor, transform: Tensor, multiplier: Tensor, mean: Tensor, feedback: Feedback | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -90,11 +100,13 @@ def quantize_value_pages(
     check_pages(rows, transform, multiplier)
     if mean.shape != (transform.shape[0], rows.shape[-1]):
         raise ShapeError(f"value mean {tuple(mean.shape)}, expected {(transform.shape[0], rows.shape[-1])}")
+    refuse_gradients("quantize_value_pages", rows)
     codes, scale = _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
     return pack_value_codes(codes.transpose(1, 2)), scale.transpose(1, 2).contiguous()
 
 
-def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: Any) -> dict[str, Tensor]:
+@exact_arithmetic
+def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: RotationArrays) -> dict[str, Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
     key_codes, key_scale, key_page_mean = quantize_key_pages(
         key_pages, rotation.key_transform, rotation.key_multiplier, getattr(rotation, "key_feedback", None)
@@ -115,6 +127,7 @@ def quantize_page_pair(key_pages: Tensor, value_pages: Tensor, rotation: Any) ->
     }
 
 
+@exact_arithmetic
 def dequantize_key_pages(words: Tensor, scale: Tensor, page_mean: Tensor, query_transform: Tensor) -> Tensor:
     """Reconstructs keys: mean + ((code - 1.5) * scale) @ inverse(T_K), with inverse(T_K) = query_transform^T.
 
@@ -125,6 +138,7 @@ def dequantize_key_pages(words: Tensor, scale: Tensor, page_mean: Tensor, query_
     return (page_mean.float()[:, :, None] + y @ query_transform.transpose(-1, -2)).transpose(1, 2)
 
 
+@exact_arithmetic
 def dequantize_value_pages(
     words: Tensor, scale: Tensor, value_mean: Tensor, output_transform: Tensor
 ) -> Tensor:

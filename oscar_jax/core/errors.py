@@ -26,3 +26,7 @@ class CheckpointError(OscarError):
 
 class CacheFullError(OscarError):
     """No page is left for the tokens to be stored; nothing was changed."""
+
+
+class GradientError(OscarError):
+    """A gradient is asked for where there is none: through codes of two bits, or rows already stored."""

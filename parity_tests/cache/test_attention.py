@@ -134,7 +134,7 @@ def test_dense_cache(framework: Framework) -> None:
 @pytest.mark.parametrize("tokens", [1, TOKENS])
 def test_attend(framework: Framework, tokens: int) -> None:
     """The one call of a decoder layer: one token is stored first, a chunk afterwards; both are stored."""
-    case = Case(framework)
+    case = Case(framework, query_heads=2 * HEADS)
     query = queries(tokens, 2, seed=3)
     new = [bits[:, :tokens] for bits in case.new]
     lengths = np.minimum(case.new_lengths, tokens)

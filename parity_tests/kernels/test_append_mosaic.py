@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ pytest.importorskip("jax.experimental.mosaic.gpu")
 
 import jax.numpy as jnp  # noqa: E402
 
+from oscar_jax import cache as cache_module  # noqa: E402
 from oscar_jax import ops  # noqa: E402
 from oscar_jax.cache import allocate_layer_cache, append_rows  # noqa: E402
 from oscar_jax.core import cache_format  # noqa: E402
@@ -225,7 +226,8 @@ def test_body_in_unusual_states(name: str) -> None:
 
 def lower(function: Any, *arguments: Any) -> str:
     step = jax.jit(function, donate_argnums=0)
-    return step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    with served_everywhere():
+        return step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("rotation_heads", [1, 2])
@@ -253,6 +255,14 @@ def test_append_lowers_for_cuda_in_place(head_dim: int, rotation_heads: int) -> 
     assert main.count("tf.aliasing_output") == 2 * len(jax.tree.leaves(cache))
 
 
+@contextlib.contextmanager
+def served_everywhere() -> Iterator[None]:
+    """The choice as on a Hopper GPU: to lower for one, or to see what would be called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_why_not", lambda device: None)
+        yield
+
+
 # --- choice and refusals --------------------------------------------------------------------------------
 
 
@@ -262,7 +272,11 @@ def test_unsupported_shapes_are_named_before_launch() -> None:
         rotation = hadamard_rotation(1, config.head_dim)
         row = jnp.zeros((1, 1, config.num_key_value_heads, config.head_dim), jnp.bfloat16)
         new = jnp.ones(1, jnp.int32)
-        append_rows(cache, rotation, row, row, new, implementation="mosaic_gpu", check=False)
+        with served_everywhere():
+            jax.eval_shape(
+                functools.partial(append_rows, implementation="mosaic_gpu", check=False),
+                cache, rotation, row, row, new,
+            )  # fmt: skip
 
     with pytest.raises(NotImplementedError, match="head_dim = 96"):
         append(CacheConfig(1, 1, 96))
@@ -279,13 +293,25 @@ def test_a_named_choice_reaches_the_kernel_and_none_the_reference_without_a_gpu(
     cache, arguments = unusual_case("counts")
     want = reference(cache, *arguments)
     calls = []
+
+    def kernel(cache: LayerCache, *arguments: Any) -> LayerCache:
+        calls.append(arguments)
+        return dataclasses.replace(cache, lengths=cache.lengths - 7)
+
+    marked = cache.lengths - 7
+    run = cast(Any, append_rows).__wrapped__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(append_mosaic_gpu, "append_token", lambda *a: calls.append(a) or "kernel")
-        assert append_rows(cache, *arguments, implementation="mosaic_gpu") == "kernel"
-        patch.setattr(ops, "_hopper", lambda: False)
-        assert_same(append_rows(cache, *arguments), want)
-        patch.setattr(ops, "_hopper", lambda: True)
-        assert append_rows(cache, *arguments) == "kernel"
+        patch.setattr(append_mosaic_gpu, "append_token", kernel)
+        # Not compiled, since what is chosen is part of what is compiled.
+        patch.setattr(cache_module, "_append", cast(Any, cache_module._append).__wrapped__)
+        assert_same(run(cache, *arguments), want)
+        with pytest.raises(NotImplementedError, match="cpu"):
+            run(cache, *arguments, implementation="mosaic_gpu")
+        assert not calls
+        with served_everywhere():
+            for implementation in ("mosaic_gpu", None):
+                got = run(cache, *arguments, implementation=implementation)
+                assert (got.lengths == marked).all()
     assert len(calls) == 2
 
 

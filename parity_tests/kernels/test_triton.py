@@ -9,7 +9,7 @@ little work, and what the compiler makes of them.
 import os
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -408,12 +408,12 @@ class TestErrors:
         kernels = {"quantize.gluon": refuse, "quantize.triton": lambda *arguments: "plain Triton"}
         monkeypatch.setattr(ops, "_best", lambda device: ("gluon", "triton"))
         monkeypatch.setattr(ops, "_kernel", lambda module, name: kernels[module])
-        pages: Any = torch.zeros(1, 64, 1, 80)
+        pages, rotation = torch.zeros(1, 64, 1, 80), cast(Any, None)
         with caplog.at_level("INFO"):
-            assert ops.quantize_pages(pages, pages, None) == "plain Triton"
+            assert ops.quantize_pages(pages, pages, rotation) == "plain Triton"
         assert "gluon does not serve this: head_dim 80" in caplog.text
         with pytest.raises(NotImplementedError, match="head_dim 80"):
-            ops.quantize_pages(pages, pages, None, implementation="gluon")
+            ops.quantize_pages(pages, pages, rotation, implementation="gluon")
 
     @pytest.mark.hopper
     def test_shapes_of_the_gluon_kernel(self) -> None:
