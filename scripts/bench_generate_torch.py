@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import inspect
 import itertools
 import json
 import pathlib
@@ -30,24 +29,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    DynamicCache,
-    Qwen3Config,
-    StaticCache,
-    StoppingCriteriaList,
+from bench_generate_models import (
+    InPlaceLayer,
+    fewer_layers,
+    hadamard_rotations,
+    make_model,
+    qwen3_8b,
+    tiny,
+    with_cache,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache, Qwen3Config, StaticCache, StoppingCriteriaList
+from transformers.cache_utils import Cache
 
 from oscar_torch.core import cache_format as fmt
-from oscar_torch.core.rotation_header import RotationHeader
 from oscar_torch.hf import OscarCache, cache_config
 from oscar_torch.layer_cache import LayerCache
-from oscar_torch.rotations.rotation import LayerRotation, RotationSet, identity_rotation
 
 LONG = 102_400  # tokens of a sequence in the throughput mode
 WARM = 5  # steps before the clock counts: compilation, warm-up and recording of CUDA graphs
@@ -78,6 +76,7 @@ class Bench:
     device: torch.device
     out: pathlib.Path
     end: float
+    command: str
     bandwidth: float = float("nan")  # bytes per second
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -99,17 +98,19 @@ class Bench:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         run = {
             "device": device,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "command": sys.argv,
-            "date": time.strftime("%Y-%m-%d"),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "command": self.command,
+            "created": time.strftime("%Y-%m-%d"),
             "bandwidth": self.bandwidth,
             "notes": self.notes,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
         (self.out / "run.json").write_text(json.dumps(run, indent=1) + "\n")
         lines = [
-            f"{device}, torch {run['torch']}, transformers {run['transformers']}, {run['date']}; "
+            "# `generate` with 2-bit and BF16 caches",
+            "",
+            f"- command: {self.command}",
+            f"- {device}, torch {torch.__version__}, transformers {transformers.__version__}; "
             f"copy {self.bandwidth / 1e12:.2f} TB/s",
             "",
             "| task | cache | batch | tokens | ms | x floor | host ms | peak GiB | |",
@@ -151,101 +152,7 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
 
 
-# ------------------------------------------------------------------------------------------- model and caches
-
-
-def qwen3_8b(layers: int) -> Qwen3Config:
-    """The shape of Qwen3-8B with `layers` layers."""
-    return Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        eos_token_id=None,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-
-
-def tiny(layers: int) -> Qwen3Config:
-    """A small shape, to try the script without a GPU."""
-    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    return Qwen3Config(
-        **small, num_key_value_heads=2, head_dim=64, num_hidden_layers=layers, eos_token_id=None,
-        pad_token_id=0, max_position_embeddings=131_072, initializer_range=0.2,
-    )  # fmt: skip
-
-
-def make_model(config: Qwen3Config, device: torch.device) -> Any:
-    """The model in BF16 with random weights, made on the device."""
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def hadamard_rotations(config: Qwen3Config) -> RotationSet:
-    """Hadamard matrices for every layer: speed does not depend on the rotation."""
-    geometry = cache_config(config)
-    size = geometry.head_dim
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    transform = np.trunc(matrix * (1 << fmt.TRANSFORM_BITS) / np.sqrt(size)).astype(np.int16)[None]
-    inverse = np.linalg.inv(transform.astype(np.float64) / (1 << fmt.TRANSFORM_BITS))
-    base = identity_rotation(1, size)
-    layer = LayerRotation(
-        key_transform=torch.from_numpy(transform),
-        query_transform=torch.from_numpy(inverse.swapaxes(1, 2).astype(np.float32)),
-        value_transform=torch.from_numpy(transform),
-        output_transform=torch.from_numpy(inverse.astype(np.float32)),
-        value_mean=base.value_mean,
-        key_mean=base.key_mean,
-        key_multiplier=base.key_multiplier,
-        value_multiplier=base.value_multiplier,
-    )
-    header = RotationHeader(
-        model_id="", layers=tuple(range(config.num_hidden_layers)),
-        num_query_heads=geometry.num_query_heads, num_key_value_heads=geometry.num_key_value_heads,
-        head_dim=size, rope="half", basis="hadamard", basis_version="1",
-    )  # fmt: skip
-    return RotationSet(header, dict.fromkeys(header.layers, layer))
-
-
-class InPlaceLayer(DynamicLayer):
-    """BF16 rows written in place and read without padding: the best that transformers' sdpa can have."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows, self.length = rows, 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, heads, _, head_dim = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (
-            torch.empty((batch, heads, self.rows, head_dim), dtype=self.dtype, device=self.device)
-            for _ in range(2)
-        )
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+# ------------------------------------------------------------------------------------------------- the caches
 
 
 def filled_int2(bench: Bench, batch: int, length: int, capacity: int) -> OscarCache:
@@ -270,20 +177,6 @@ def filled_int2(bench: Bench, batch: int, length: int, capacity: int) -> OscarCa
     cache.layers[0].ledger.device_columns.fill_(length)
     cache.layers[0].ledger.refresh()
     return cache
-
-
-def flash_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """The newest token over all rows, no mask: the vendor's kernels, with grouped heads as they are."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, scale=options["scaling"], enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-# transformers' "sdpa" makes a mask while a CUDA graph is captured, and repeats the key heads under a mask.
-AttentionInterface.register("bench_rows", flash_attention)
 
 
 def filled_bf16(bench: Bench, kind: str, batch: int, length: int, capacity: int) -> Cache:
@@ -313,11 +206,6 @@ def filled_bf16(bench: Bench, kind: str, batch: int, length: int, capacity: int)
         key, value = (torch.randn(shape, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
         cache.update(key, value, i)
     return cache
-
-
-def with_cache(model: Any, cache: Cache) -> dict[str, Cache]:
-    """The keyword that takes the cache, which newer transformers versions renamed."""
-    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 # -------------------------------------------------------------------------------------------------- measuring
@@ -582,12 +470,6 @@ def step_without_waiting(bench: Bench, model: Any) -> None:
     bench.note("gate: an eager step of the static mode asks the device nothing")
 
 
-def fewer_layers(config: Qwen3Config, layers: int) -> Qwen3Config:
-    """The same shape with fewer layers."""
-    values = config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
-    return Qwen3Config(**values)
-
-
 def decode(bench: Bench, cases: list[tuple[int, int]], ways: list[str], steps: int, seconds: float) -> None:
     """All kinds of caches, or those named in `ways`, at every batch and length."""
     room = WARM + steps + PROFILED + 3
@@ -703,7 +585,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = tiny(2) if arguments.tiny else qwen3_8b(arguments.layers)
     torch._dynamo.config.cache_size_limit = 64
-    bench = Bench(model=None, device=device, out=arguments.out, end=end)
+    typed = [
+        word for word in sys.argv[1:] if word not in ("--out", str(arguments.out))
+    ]  # no path of a machine
+    command = " ".join(["python scripts/bench_generate_torch.py", *typed, "--out results"])
+    bench = Bench(model=None, device=device, out=arguments.out, end=end, command=command)
     bench.bandwidth = copy_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
