@@ -145,7 +145,7 @@ PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}
 @pytest.mark.parametrize("dense", [False, True], ids=["int2", "dense"])
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
 def test_modes_change_nothing(name: str, mode: str, dense: bool) -> None:
-    """Same dtypes and same bits as without the mode, of every public function (42)."""
+    """Same dtypes and same bits as without the mode, of every public function (50)."""
     framework = FRAMEWORKS[name]
     if not framework.installed():
         pytest.skip(f"{name} is not installed")

@@ -75,7 +75,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", [name for name in WRONG if name != "implementation"])
 def test_the_same_refusal_in_both_packages(case: str) -> None:
-    """A ShapeError or DTypeError of the same words, with nothing stored (43)."""
+    """A ShapeError or DTypeError of the same words, with nothing stored (51)."""
     messages = set()
     for framework in FRAMEWORKS.values():
         if not framework.installed():
@@ -112,7 +112,7 @@ def test_a_named_kernel_on_a_cpu(framework: Framework) -> None:
 
 @pytest.mark.parametrize("dense", [False, True], ids=["int2", "dense"])
 def test_past_the_capacity_is_nan_in_that_sequence_only(framework: Framework, dense: bool) -> None:
-    """44: unchecked rows past the capacity make the sequence NaN, are reported, and leave its neighbour."""
+    """52: unchecked rows past the capacity make the sequence NaN, are reported, and leave its neighbour."""
     cache_module = framework.module("cache")
     config = framework.module("core.config").CacheConfig(1, 1, HEAD_DIM)
     rotation = framework.layer_rotation(rows.make_rotation(np.random.default_rng(0), 1, HEAD_DIM), "cpu")
@@ -159,7 +159,7 @@ def gradient(framework: Framework, function: Any, array: Any) -> Any:
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_no_gradient_through_int2(framework: Framework, tokens: int, name: str) -> None:
-    """45: attention over an INT2 cache has no gradient, and says so instead of giving zeros."""
+    """53: attention over an INT2 cache has no gradient, and says so instead of giving zeros."""
     call = Call(framework, tokens)
     with pytest.raises(framework.module("core.errors").GradientError, match="DenseCache"):
         gradient(framework, lambda x: call.run(**{name: x})[0], call.arguments[name])

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_eager_calls_compile_once_per_shape() -> None:
-    """46: the second call of a shape compiles nothing, whatever the lengths; another shape compiles once."""
+    """54: the second call of a shape compiles nothing, whatever the lengths; another shape compiles once."""
     config = CacheConfig(1, 2, 48)
     rotation = jax.tree.map(jnp.asarray, hadamard_rotation(1, 48))
     cache = allocate_layer_cache(config, 1, 700)
@@ -190,7 +190,7 @@ with jax.set_mesh(mesh):
 
 
 def test_sharded_heads_store_the_same_bytes() -> None:
-    """47: eight devices with a head each, by jit, shard_map and explicit sharding: one device's bytes."""
+    """55: eight devices with a head each, by jit, shard_map and explicit sharding: one device's bytes."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
         [sys.executable, "-c", SHARDED],
