@@ -2,7 +2,8 @@
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
 serve. `None` takes the Mosaic GPU kernel where the arrays lie on a GPU of compute capability 9.x and the
-kernel supports the shape, and the reference elsewhere; the log says once which and why.
+kernel supports the shape, and the reference elsewhere; the log says once which and why. Long chunks
+take "flash", cuDNN's flash attention over blocks of dequantized pages, on the same GPUs.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from .layer_cache import (
     check_rows,
 )
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "flash")
 _log = logging.getLogger(__name__)
 
 # Kernel module and function of every implementation but the reference.
@@ -36,7 +37,10 @@ Kernels = dict[str, tuple[str, str]]
 QUANTIZE_PAGES: Kernels = {"mosaic_gpu": ("quantize.mosaic_gpu", "quantize_page_pair")}
 APPEND_TOKEN: Kernels = {"mosaic_gpu": ("append.mosaic_gpu", "append_token")}
 DECODE_ATTENTION: Kernels = {"mosaic_gpu": ("decode.mosaic_gpu", "decode_attention")}
-CHUNK_ATTENTION: Kernels = {"mosaic_gpu": ("prefill.mosaic_gpu", "chunk_attention")}
+CHUNK_ATTENTION: Kernels = {  # the best first
+    "flash": ("prefill.flash", "chunk_attention"),
+    "mosaic_gpu": ("prefill.mosaic_gpu", "chunk_attention"),
+}
 
 
 @exact_arithmetic
@@ -159,7 +163,7 @@ def _choose(
             try:
                 return _kernel(*where)(*args, **options)
             except NotImplementedError as refusal:
-                _log_once(f"the reference runs: {name} does not serve this: {refusal}")
+                _log_once(f"{name} does not serve this: {refusal}")
         return reference(*args, **options)
 
     return best_available

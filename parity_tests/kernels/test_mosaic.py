@@ -697,7 +697,7 @@ def test_thousand_steps_on_device_equal_the_reference() -> None:
     heads, group, head_dim, batch = 2, 4, 128, 2
     config = CacheConfig(heads, heads * group, head_dim)
     rotation = jax.tree.map(jnp.asarray, random_rotation(heads, head_dim, rng))
-    caches = {name: layer_cache.allocate_layer_cache(config, batch, 1100) for name in ops.IMPLEMENTATIONS}
+    caches = {name: layer_cache.allocate_layer_cache(config, batch, 1100) for name in ("xla", "mosaic_gpu")}
     steps = {
         name: jax.jit(
             lambda q, k, v, n, c, name=name: layer_cache.attend(
