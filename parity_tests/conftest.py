@@ -20,6 +20,8 @@ from parity_tests.conformance.implementations import IMPLEMENTATIONS, Implementa
 
 # Several frameworks and test processes share the device and the processor.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Tests of the command line compile what they test, and leave nothing in the user's cache directory.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """What each command calls and prints. Frameworks are imported inside, so that --help answers at once."""
 
 import argparse
+import os
 import pathlib
 import sys
 from typing import TYPE_CHECKING
@@ -130,9 +131,12 @@ def run_generate(arguments: argparse.Namespace) -> None:
         layers = subject.int2_layers(all_layers=arguments.all_layers)
         rotations.require_fits(config, layers, model_id=config.model_id, fingerprint=config.fingerprint)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
-    encoded = [subject.encode(prompt) for prompt in prompts]
-    # A prompt that starts with the token itself (chat templates) does not get a second one.
-    encoded = [ids if head and ids[:1] == head else head + ids for ids in encoded]
+    if arguments.chat:  # a template says itself whether a text starts with a special token
+        encoded = [subject.encode(_chat(subject, prompt)) for prompt in prompts]
+    else:
+        encoded = [subject.encode(prompt) for prompt in prompts]
+        # A prompt that starts with the token itself does not get a second one.
+        encoded = [ids if head and ids[:1] == head else head + ids for ids in encoded]
     longest = max(map(len, encoded)) + arguments.max_new_tokens
     if longest > config.max_positions:
         raise ConfigError(
@@ -145,9 +149,11 @@ def run_generate(arguments: argparse.Namespace) -> None:
         rotations=rotations,
         sampling=sampling,
         window_policy=window_policy(arguments.all_layers),
+        tokenizer=subject.tokenizer,
     )
-    shown = output.Continuations(prompts, [TextStream(subject.tokenizer) for _ in prompts])
-    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token)
+    stop = arguments.stop or []
+    shown = output.Continuations(prompts, [TextStream(subject.tokenizer, stop) for _ in prompts])
+    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token, stop=stop)
     shown.finish()
     for line in output.generation_summary(result.statistics, config.model_id):
         print(line, file=sys.stderr)
@@ -204,14 +210,28 @@ def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
     )
 
 
-def _keep_compiled_programs() -> None:
-    """Programs compiled for an accelerator outlive the process; a place that is already set is kept."""
+def _chat(subject: "Subject", prompt: str) -> str:
+    """The text of a conversation in which the user has said `prompt`, by the tokenizer's own template."""
+    if getattr(subject.tokenizer, "chat_template", None) is None:
+        raise ConfigError(f"--chat: the tokenizer of {subject.config.model_id!r} has no chat template")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return subject.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except ImportError as error:  # transformers raises it without the name of the package
+        raise ConfigError(f"--chat: {error}") from None
+
+
+def _keep_compiled_programs(wanted: bool) -> None:
+    """Programs compiled for an accelerator outlive the process, if JAX's settings do not say otherwise."""
     import jax
 
-    if jax.default_backend() != "cpu" and not jax.config.jax_compilation_cache_dir:
-        jax.config.update(
-            "jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "oscar-kv" / "jax")
-        )
+    if not wanted:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    undecided = jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
+    if undecided and jax.default_backend() != "cpu":
+        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(home / "oscar-kv" / "jax"))
 
 
 def _model(arguments: argparse.Namespace) -> "Subject":
@@ -219,6 +239,7 @@ def _model(arguments: argparse.Namespace) -> "Subject":
 
     from ..evaluation.subject import load_subject
 
-    _keep_compiled_programs()
+    _keep_compiled_programs(arguments.compilation_cache)
+
     with Console(stderr=True).status(f"loading {pathlib.Path(arguments.model).name}"):
         return load_subject(arguments.model, arguments.dtype)

@@ -60,6 +60,7 @@ examples:
   oscar generate --model gemma.gguf --rotations rotations/ --prompt "The capital of France is"
   oscar generate --model gemma.gguf --cache bf16 --prompt-file question.txt --max-new-tokens 200
   oscar generate --model gemma.gguf --rotations rotations/ --prompt One --prompt Two --temperature 0.8
+  oscar generate --model Qwen3-4B/ --rotations rotations/ --chat --prompt "What is a cache?"
 """
 _INSPECT_EPILOG = """\
 examples:
@@ -151,6 +152,8 @@ def _add_model(command: _Parser) -> None:
     command.add_argument("--model", required=True, metavar="PATH", help=about)
     about = "arithmetic of the model; default: float32 on a CPU, bfloat16 on a GPU"
     command.add_argument("--dtype", choices=DTYPES, help=about)
+    about = "compile anew, and do not keep compiled programs in the user's cache directory"
+    command.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=about)
 
 
 def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
@@ -229,7 +232,11 @@ def _grow_generate(command: _Parser) -> None:
     about = "may be given several times: a batch"
     command.add_argument("--prompt", action="append", metavar="TEXT", help=about)
     command.add_argument("--prompt-file", action="append", metavar="FILE", help="a prompt read from a file")
+    about = "prompts are messages of a user: the tokenizer's chat template surrounds them"
+    command.add_argument("--chat", action="store_true", help=about)
     command.number("--max-new-tokens", 128, "tokens to generate per prompt")
+    about = "text that ends a continuation, not shown itself; may be given several times"
+    command.add_argument("--stop", action="append", metavar="TEXT", help=about)
     command.number("--temperature", 0.0, "0 is greedy")
     command.number("--top-k", 0, "sample among the N likeliest tokens; 0 keeps all")
     command.number("--top-p", 1.0, "sample among the likeliest tokens of mass X")

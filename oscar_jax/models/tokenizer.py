@@ -120,7 +120,9 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Any:
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
         )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **special
+    )
     for kind, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
         whole = [
             AddedToken(token, normalized=False, special=is_special)
@@ -149,6 +151,7 @@ def gemma_tokenizer(metadata: dict[str, Any]) -> Any:
         merges=merges_in_order(vocabulary),  # pyright: ignore[reportArgumentType] (pairs are taken too)
         add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", True),
         add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False),
+        chat_template=metadata.get("tokenizer.chat_template"),
         **special,
     )
     control = [

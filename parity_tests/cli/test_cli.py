@@ -1,7 +1,10 @@
 """The command line: a whole session on a tiny model, its help, and every wrong invocation in one line."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,47 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
     assert main(["inspect", str(session / "set.safetensors")]) == 0
 
 
+def test_chat_prompts_and_stop_strings(session: Path, capsys: pytest.CaptureFixture) -> None:
+    """The template's text is what a plain prompt of the same text continues; a stop cuts what is shown."""
+    model = session / "chat"
+    shutil.copytree(session / "model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}oscar:"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    command = ["generate", "--model", str(model), "--max-new-tokens", "6"]
+    assert main([*command, "--chat", "--prompt", "hello"]) == 0
+    chat = capsys.readouterr().out
+    text = "user: hello\noscar:"
+    assert main([*command, "--prompt", text]) == 0
+    plain = capsys.readouterr().out
+    made = chat.removeprefix("hello")
+    assert len(made) > 1 and made == plain.removeprefix(text)
+    assert main([*command, "--prompt", text, "--stop", made[0]]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_compiled_programs_are_kept_where_the_user_keeps_caches(tmp_path: Path) -> None:
+    """In a process of its own: off by the option, or by JAX's own switch."""
+    script = (
+        "import jax, sys; jax.default_backend = lambda: sys.argv[2];"
+        "from oscar_jax.cli.commands import _keep_compiled_programs as keep;"
+        "keep(sys.argv[1] == 'yes');"
+        "print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache)"
+    )
+
+    def settings(wanted: str, backend: str = "gpu", **environment: str) -> str:
+        surroundings = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | environment
+        command = [sys.executable, "-c", script, wanted, backend]
+        return subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True).stdout
+
+    kept = {"JAX_ENABLE_COMPILATION_CACHE": "true"}
+    assert settings("yes", **kept) == f"{tmp_path}/oscar-kv/jax True\n"
+    assert settings("yes", **kept, JAX_COMPILATION_CACHE_DIR="/elsewhere") == "/elsewhere True\n"
+    assert settings("yes", "cpu", **kept) == "None True\n"
+    assert settings("no", **kept) == "None False\n"
+    assert settings("yes") == "None False\n"  # as this suite runs
+
+
 def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: pytest.CaptureFixture) -> None:
     """Exit code 2 and a single line that contains the offending thing."""
     (session / "noise.txt").write_bytes(b"\xff\x00")
@@ -92,6 +136,7 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"{generate} {model} --temperature -1": "temperature = -1.0",
         f"{generate} {model} {rotations} --max-new-tokens 9999": "4096 positions",
         f"generate {model}": "a prompt is needed",
+        f"{generate} {model} --chat": "has no chat template",
         f"inspect {session}/nothing": "nothing",
         f"convert {session}/rotations {session}/x.safetensors --to zip": "'zip'",
         f"{generate} {model} --max-new-tokens 0": "max_new_tokens",
