@@ -41,8 +41,8 @@ kinds of text. All methods see the same tokens, quantize the same layers and kee
 
 methods:
   bf16           the same model with a BF16 cache: the reference
-  int2           the rotation set, through the real 2-bit cache
-  int2:BASIS     the real cache with another basis fitted to the same statistics; BASIS is channel_balanced,
+  int2           the rotation set: pages coded by the real quantizer, read where decoding would
+  int2:BASIS     the same with another basis fitted to the same statistics; BASIS is channel_balanced,
                  balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow (default @0.1@1.6)
   published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
                  scale and zero per 128 channels
