@@ -267,6 +267,7 @@ class OscarLayer(CacheLayerMixin):
     # Storing and attending.
 
     @torch.inference_mode(False)
+    @torch.no_grad()  # leaving inference mode turns gradients on
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
     ) -> Tensor:
