@@ -68,6 +68,8 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     from . import output
 
     methods = [name.strip() for name in arguments.methods.split(",") if name.strip()]
+    if arguments.as_exported is not None:
+        methods.append(f"exported:{arguments.as_exported}".removesuffix(":"))
     check_method_names(methods)
     texts = arguments.text or []
     if not texts and not arguments.needle:

@@ -48,6 +48,10 @@ methods:
                  scale and zero per 128 channels
   hadamard       the same quantizer behind a plain Hadamard rotation, simulated
   naive          asymmetric INT2 without a rotation, simulated
+  exported       the rotation set as another stack reads it from an exported pair (oscar convert --to pair),
+                 simulated: asymmetric codes, clip .96/.92, a fixed key mean if the pair carries one, no page
+                 means; against int2 it shows what that costs. exported:READER: for a schema version (below
+                 3 without key means) or a loader of oscar convert --for; what it would misread is refused
 
 examples:
   oscar evaluate --model gemma.gguf --rotations rotations/ --text book.txt --context 4096 --out report/
@@ -212,6 +216,8 @@ def _grow_evaluate(command: _Parser) -> None:
     about = "comma-separated, see below (default %(default)s)"
     methods = "bf16,int2,published,hadamard,naive"
     command.add_argument("--methods", default=methods, metavar="LIST", help=about)
+    about = "add method exported, or exported:READER: what the set is worth once exported, see below"
+    command.add_argument("--as-exported", nargs="?", const="", metavar="READER", help=about)
     command.add_argument("--out", required=True, metavar="DIR", help="where table, JSON and plot go")
     command.number("--every", 1, "judge every N-th position")
     command.number("--chunk", None, "tokens per forward pass; the figures do not depend on it")

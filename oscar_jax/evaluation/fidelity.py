@@ -29,34 +29,61 @@ PRECISION = jax.lax.Precision.HIGHEST
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key_rotation", "value_rotation", "key_clip_index", "value_clip_index"],
+    data_fields=[
+        "key_rotation",
+        "value_rotation",
+        "key_clip_index",
+        "value_clip_index",
+        "query_rotation",
+        "output_rotation",
+        "key_mean",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class AsymmetricRecipe:
     """An asymmetric INT2 recipe of one layer.
 
-    key_rotation, value_rotation float32 [1 or K, D, D], orthogonal; clip indices int32 []: a rotated row is
-    clamped to its ascending |x| at that index, so D - 1 clips nothing.
+    key_rotation, value_rotation float32 [1 or K, D, D]; clip indices int32 []: a rotated row is clamped to
+    its ascending |x| at that index, so D - 1 clips nothing. query_rotation, output_rotation: their inverse
+    transposes, or None where they are orthogonal. key_mean float32 [1 or K, D]: taken from every key before
+    its rotation, added to the restored one; None if keys are not centered.
     """
 
     key_rotation: Any
     value_rotation: Any
     key_clip_index: Any
     value_clip_index: Any
+    query_rotation: Any = None
+    output_rotation: Any = None
+    key_mean: Any = None
 
 
 def make_recipe(
-    key_rotation: np.ndarray, value_rotation: np.ndarray, key_clip: float = 1.0, value_clip: float = 1.0
+    key_rotation: np.ndarray,
+    value_rotation: np.ndarray,
+    key_clip: float = 1.0,
+    value_clip: float = 1.0,
+    *,
+    query_rotation: np.ndarray | None = None,
+    output_rotation: np.ndarray | None = None,
+    key_mean: np.ndarray | None = None,
 ) -> AsymmetricRecipe:
-    """An AsymmetricRecipe from rotations [1 or K, D, D] and clip ratios r: index min(floor(r * D), D - 1)."""
+    """An AsymmetricRecipe from rotations [1 or K, D, D] and clip ratios r: index min(floor(r * D), D - 1).
+
+    The optional arrays are those of `AsymmetricRecipe`.
+    """
     head_dim = key_rotation.shape[-1]
 
     def index(ratio: float) -> jax.Array:
         return jnp.int32(min(int(ratio * head_dim), head_dim - 1))
 
     key, value = (jnp.asarray(rotation, jnp.float32) for rotation in (key_rotation, value_rotation))
-    return AsymmetricRecipe(key, value, index(key_clip), index(value_clip))
+    optional = (
+        None if array is None else jnp.asarray(array, jnp.float32)
+        for array in (query_rotation, output_rotation, key_mean)
+    )
+    return AsymmetricRecipe(key, value, index(key_clip), index(value_clip), *optional)
 
 
 def asymmetric_bits(head_dim: int) -> float:
@@ -74,22 +101,34 @@ def page_bits(head_dim: int) -> float:
     return 8 * fmt.int2_page_bytes(head_dim) / (2 * fmt.PAGE_TOKENS * head_dim)
 
 
-def fake_quantize_rows(rows: jax.Array, rotation: jax.Array, clip_index: jax.Array) -> jax.Array:
+def fake_quantize_rows(
+    rows: jax.Array,
+    rotation: jax.Array,
+    clip_index: jax.Array,
+    inverse_transposed: jax.Array | None = None,
+    mean: jax.Array | None = None,
+) -> jax.Array:
     """Rotates, clips, codes with 2 bits between minimum and maximum of each group, and rotates back.
 
-    rows float [..., K, D], rotation and clip_index as in `AsymmetricRecipe`. Returns float32 [..., K, D].
+    rows float [..., K, D]; rotation, its inverse transpose (None: itself), clip_index and mean as in
+    `AsymmetricRecipe`. Returns float32 [..., K, D].
     Scale and zero stay float32 (the published recipe); see `asymmetric_bits` for how they are counted.
     """
     rows = rows.astype(jnp.float32)
     head_dim = rows.shape[-1]
-    rotation = jnp.broadcast_to(rotation, (rows.shape[-2], head_dim, head_dim))
+    shape = (rows.shape[-2], head_dim, head_dim)
+    back = jnp.broadcast_to(rotation if inverse_transposed is None else inverse_transposed, shape)
+    rotation = jnp.broadcast_to(rotation, shape)
+    if mean is not None:
+        rows = rows - mean
     rotated = jnp.einsum("...kd,kde->...ke", rows, rotation, precision=PRECISION)
     threshold = jnp.take(jnp.sort(jnp.abs(rotated), axis=-1), clip_index, axis=-1)[..., None]
     rotated = jnp.clip(rotated, -threshold, threshold)
     group = group_channels(head_dim)
     grouped = rotated.reshape(*rotated.shape[:-1], head_dim // group, group)
     restored = fake_quantize_asymmetric(grouped).reshape(rotated.shape)
-    return jnp.einsum("...ke,kde->...kd", restored, rotation, precision=PRECISION)
+    restored = jnp.einsum("...ke,kde->...kd", restored, back, precision=PRECISION)
+    return restored if mean is None else restored + mean
 
 
 def reconstruct_rows(
@@ -97,8 +136,10 @@ def reconstruct_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values as an asymmetric recipe returns them: float [..., K, D] -> float32 [..., K, D]."""
     return (
-        fake_quantize_rows(key, recipe.key_rotation, recipe.key_clip_index),
-        fake_quantize_rows(value, recipe.value_rotation, recipe.value_clip_index),
+        fake_quantize_rows(
+            key, recipe.key_rotation, recipe.key_clip_index, recipe.query_rotation, recipe.key_mean
+        ),
+        fake_quantize_rows(value, recipe.value_rotation, recipe.value_clip_index, recipe.output_rotation),
     )
 
 

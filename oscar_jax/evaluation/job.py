@@ -27,6 +27,7 @@ from ..rotations import store
 from ..rotations.rotation import RotationSet
 from ..rotations.statistics import STATISTICS_FILE, load_statistics
 from . import fidelity, needles
+from .exported import MEANS_DROPPED
 from .methods import METHODS, check_method_names, resolve_methods
 from .report import StreamResult, evaluation_document, save_evaluation
 from .stepper import JUDGED_ROWS, Method, Runner, layer_error, make_runner, method_bytes, recipes_of
@@ -84,6 +85,9 @@ def evaluate(
     for stream in question.streams:
         if is_calibration_text(stream, question.rotation_set):
             warn(f"{stream.label} is part of the calibration text; its figures flatter int2")
+    for method in question.methods:
+        if method.basis.endswith(MEANS_DROPPED):
+            warn(f"{method.name}: the key means of the set are dropped, its reader does not take them")
     if (share := question.about["int2_share"]) < LEAST_SHARE:
         warn(
             f"only {100 * share:.0f} % of the tokens read at the judged positions come from INT2 pages; "

@@ -10,15 +10,19 @@ import numpy as np
 from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
 from ..core.errors import ConfigError
+from ..interchange.report import has_means
 from ..models.config import ModelConfig
 from ..rotations.bases import KEY_BASES, hadamard_matrix
 from ..rotations.fit import fit_layer_rotation
 from ..rotations.rotation import RotationSet
 from . import fidelity
+from .exported import MEANS_DROPPED, MEANS_KEPT, exported_recipes, parse_reader
+from .exported import NAME as EXPORTED
 from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
 from .stepper import Method
 
 METHODS = ("bf16", "int2", "published", "hadamard", "naive")
+OTHER_METHODS = "int2:BASIS, exported, exported:READER"
 # Of a method "int2:BASIS": damping and alpha, as `oscar calibrate --basis BASIS` takes them.
 DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, fmt.KEY_MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)]
 
@@ -30,8 +34,10 @@ def check_method_names(names: Sequence[str]) -> None:
     for name in names:
         if name.startswith("int2:"):
             parse_basis(name)
+        elif _is_exported(name):
+            parse_reader(name)
         elif name not in METHODS:
-            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, {OTHER_METHODS}")
 
 
 def resolve_methods(
@@ -64,15 +70,23 @@ def resolve_methods(
     for name in dict.fromkeys(name.strip() for name in names):
         if name == "bf16":
             continue
-        elif name == "int2":
+        elif name == "int2" or _is_exported(name):
             if rotation_set is None:
-                raise ConfigError("method 'int2' needs --rotations")
+                raise ConfigError(f"method {name!r} needs --rotations")
             rotation_set.require_fits(
                 config, layers, model_id=config.model_id, fingerprint=config.fingerprint
             )
-            rotations = {layer: rotation_set.layers[layer] for layer in layers}
-            bits = fidelity.page_bits(head_dim)
-            methods.append(Method(name, "int2", _to_device(rotations), bits, rotation_set.header.basis))
+            basis = rotation_set.header.basis
+            if name == "int2":
+                rotations = {layer: rotation_set.layers[layer] for layer in layers}
+                bits = fidelity.page_bits(head_dim)
+                methods.append(Method(name, "int2", _to_device(rotations), bits, basis))
+                continue
+            recipes = exported_recipes(rotation_set, config, layers, name)
+            centered = all(recipe.key_mean is not None for recipe in recipes.values())
+            if has_means(rotation_set, "key_mean"):
+                basis += MEANS_KEPT if centered else MEANS_DROPPED
+            methods.append(simulated(name, recipes, basis))
         elif name.startswith("int2:"):
             basis, damping, multiplier = parse_basis(name)
             rotations = {
@@ -95,8 +109,12 @@ def resolve_methods(
             recipe = fidelity.make_recipe(matrix, matrix, *clips)
             methods.append(simulated(name, dict.fromkeys(layers, recipe), name.replace("naive", "none")))
         else:
-            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, int2:BASIS")
+            raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, {OTHER_METHODS}")
     return methods
+
+
+def _is_exported(name: str) -> bool:
+    return name.partition(":")[0] == EXPORTED
 
 
 def _to_device(rotations: Mapping[int, Any]) -> dict[int, Any]:

@@ -7,9 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oscar_jax.cli import main
+from oscar_jax.evaluation import fidelity, job
+from oscar_jax.evaluation.stepper import Method, make_runner
+from oscar_jax.evaluation.streams import read_stream
+from oscar_jax.evaluation.subject import load_subject
+from oscar_jax.rotations.fixed_point import from_fixed_point
+from oscar_jax.rotations.store import load_rotation_set
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
@@ -54,6 +61,50 @@ def test_a_session_from_evaluation_to_conversion(session: Path, capsys: pytest.C
     assert "oscar-int2/1" in shown and "head_dim: 32" in shown
     assert main(["convert", str(session / "rotations"), str(session / "set.safetensors")]) == 0
     assert main(["inspect", str(session / "set.safetensors")]) == 0
+
+
+def test_an_exported_set_is_judged_as_its_reader_holds_it(
+    session: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The figures are those of a recipe built by hand from the set's own transforms and key means."""
+    command = f"evaluate --model {session}/model --rotations {session}/rotations --context 512 --every 4"
+    words = f"{command} --text {session}/two.txt --out {session}/exported --methods bf16 --as-exported"
+    assert main(words.split()) == 0
+    assert "are dropped" not in capsys.readouterr().err
+    row = json.loads((session / "exported" / "evaluation.json").read_text())["methods"][1]
+    assert (row["method"], row["basis"]) == ("exported", "channel_balanced, fixed key means")
+
+    subject = load_subject(session / "model")
+    fields = load_rotation_set(session / "rotations").layers[0].numpy()
+    left, _, right = np.linalg.svd(from_fixed_point(fields["value_transform"]))
+    recipe = fidelity.make_recipe(
+        from_fixed_point(fields["key_transform"]),
+        left @ right,
+        0.96,
+        0.92,
+        query_rotation=fields["query_transform"],
+        key_mean=fields["key_mean"].astype(np.float32),
+    )
+    methods = [Method("bf16", "bf16", {}, 16.0), Method("by hand", "simulated", {0: recipe}, 3.0)]
+    stream = read_stream([str(session / "two.txt")], subject.encode, 512, None)
+    found = job.evaluate_stream(
+        make_runner(subject.model, subject.config),
+        methods,
+        stream,
+        job.with_bos(stream, 512, subject.config),
+        (0,),
+        chunk=512,
+        every=4,
+    )
+    assert row["kl_mean"] == pytest.approx(found.kl["by hand"].mean(), rel=1e-5)  # the order of one sum
+    assert row["layers"]["0"] == pytest.approx(found.layer_errors["by hand"][0], rel=1e-5)
+
+    assert main(f"fit {session}/rotations --basis oscar --out {session}/oscar".split()) == 0
+    words = words.replace(f"{session}/rotations", f"{session}/oscar") + " 2"
+    assert main(words.split()) == 0
+    assert "exported:2: the key means" in capsys.readouterr().err
+    row = json.loads((session / "exported" / "evaluation.json").read_text())["methods"][1]
+    assert (row["method"], row["basis"]) == ("exported:2", "oscar, key means dropped")
 
 
 def test_chat_prompts_and_stop_strings(session: Path, capsys: pytest.CaptureFixture) -> None:
@@ -152,6 +203,10 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"{evaluate} {model} {text} --every 0 --context 512": "every = 0",
         f"{evaluate} {model} {text} --chunk 1 --context 512": "chunk = 1",
         f"{evaluate} {model} {text} --methods ,": "no method was named",
+        f"{evaluate} {model} {text} --context 512 --as-exported 2": "key file needs schema version 3",
+        f"{evaluate} {model} {text} --context 512 --methods exported:nova": "not for nova",
+        f"{evaluate} {model} {text} --as-exported llama": "reader 'llama'",
+        f"evaluate {out} {model} {text} --context 512 --methods exported": "'exported' needs --rotations",
         f"{evaluate} {model} {text} --methods int2:oscar@nan": "damping = nan",
         f"{evaluate} {model} --needle --needles 0 --context 512": "needles = 0",
         f"{evaluate} {model} --needle --trials 0 --context 512": "trials = 0",

@@ -1,5 +1,6 @@
 """Evaluation: the measures, the simulated recipes, the accounting, and retrieval by greedy decoding."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -24,6 +25,7 @@ from oscar_jax.models.cached_attention import CachedAttention, allocate_model_ca
 from oscar_jax.models.weights import load_model
 from oscar_jax.quantize import round_to_bfloat16
 from oscar_jax.rotations import bases
+from oscar_jax.rotations.fit import fit_layer_rotation
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
 from oscar_jax.rotations.statistics import LayerStatistics
 from parity_tests.models.tiny_model import write_tiny_model
@@ -210,6 +212,65 @@ def test_published_recipe_is_orthogonal_clipped_and_grouped() -> None:
     found = fidelity.fake_quantize_rows(rows, recipe.key_rotation, recipe.key_clip_index)
     # A value on the edge between two codes may fall to either side in float32.
     assert np.mean(np.abs(np.asarray(found[:, 0]) - expected) > 1e-4) < 0.01
+
+
+def test_a_recipe_takes_the_mean_off_and_uses_the_inverse_it_is_given() -> None:
+    """A uniform matrix scaled by 3: with its inverse transpose the codes of the orthogonal one come back."""
+    rows = round_to_bfloat16(jax.random.normal(jax.random.key(3), (64, 2, 32)))
+    mean = np.stack([np.full(32, 5.0), np.linspace(-4, 4, 32)]).astype(np.float32)
+    matrix = bases.hadamard_matrix(32)[None]
+    plain = fidelity.make_recipe(matrix, matrix)
+    scaled = fidelity.make_recipe(
+        3 * matrix, 3 * matrix, query_rotation=matrix / 3, output_rotation=matrix / 3, key_mean=mean
+    )
+    key, value = fidelity.reconstruct_rows(rows - mean, rows, plain)
+    found_key, found_value = fidelity.reconstruct_rows(rows, rows, scaled)
+    # A value on the edge between two codes may fall to either side in float32.
+    for found, expected in ((found_key, key + mean), (found_value, value)):
+        assert np.mean(np.abs(np.asarray(found) - np.asarray(expected)) > 1e-4) < 0.01
+
+
+def test_keys_that_need_means_lose_more_when_exported(tiny: tuple) -> None:
+    """Keys around an offset: a page takes it off, the fixed mean of version 3 too, version 2 has none."""
+    config = tiny[1]
+    generator = np.random.default_rng(11)
+    offset = 8 * generator.standard_normal((2, 32))
+    key, query = generator.standard_normal((1024, 2, 32)) + offset, generator.standard_normal((64, 4, 32))
+    value = generator.standard_normal((1024, 2, 32))
+    statistics = dataclasses.replace(random_statistics(), key_mean=offset)
+    layers: dict[int, Any] = dict.fromkeys(
+        LAYERS, fit_layer_rotation(statistics, "oscar", per_head=True, damping=0.1)
+    )
+    fitted = RotationSet(rotation_set(config).header, layers)
+    names = ["int2", "exported", "exported:2", "exported:sglang-2026-08"]
+    methods = evaluation_methods.resolve_methods(names, config, LAYERS, fitted, None)[1:]
+    assert [method.basis.partition(", ")[2] for method in methods] == [
+        "", "fixed key means", "key means dropped", "key means dropped",
+    ]  # fmt: skip
+    exact_key, exact_value = jnp.asarray(key, jnp.float32), jnp.asarray(value, jnp.float32)
+    positions = np.arange(960, 1024, dtype=np.int32)
+    int2, kept, dropped, loader = (
+        stepper.layer_error(query, positions, exact_key, exact_value, method.rotations[0], config, 0)["kl"]
+        for method in methods
+    )
+    assert dropped == loader > 2 * int2 and dropped > 2 * kept
+
+
+def test_an_exported_set_of_a_hybrid_model_is_read_by_the_ids_of_its_loader(tiny: tuple) -> None:
+    """Layer 1 has a short window: nova counts the others from 0, sglang asks for all of them."""
+    config = dataclasses.replace(tiny[1], num_layers=3, layer_windows=(None, 128, None))
+    fitted = rotation_set(config, layers=(0, 2))
+    for name in ("exported:nova", "exported:sglang-hybrid", "exported:1"):
+        method = evaluation_methods.resolve_methods([name], config, (0, 2), fitted, None)[1]
+        assert list(method.rotations) == [0, 2] and method.basis == "hadamard"
+        for recipe in method.rotations.values():
+            assert recipe.query_rotation is recipe.output_rotation is recipe.key_mean is None
+            np.testing.assert_allclose(recipe.key_rotation, bases.hadamard_matrix(32)[None], atol=1e-6)
+    with pytest.raises(CheckpointError, match=r"not for sglang .* has no rotation for layer 1"):
+        evaluation_methods.resolve_methods(["exported:sglang"], config, (0, 2), fitted, None)
+    every = rotation_set(config, layers=(0, 1, 2))
+    with pytest.raises(CheckpointError, match="pair has no rotation for layer 1"):
+        evaluation_methods.resolve_methods(["exported:nova"], config, (0, 1, 2), every, None)
 
 
 def test_bytes_are_those_of_the_real_cache_or_counted_likewise(tiny: tuple, result: tuple) -> None:
