@@ -3,6 +3,7 @@
 Twin file: byte-identical in both packages. Standard library only.
 """
 
+import copy
 from collections import OrderedDict
 
 from .errors import CacheFullError, ConfigError, OscarError
@@ -17,8 +18,9 @@ class PageStateError(OscarError):
 class PageAllocator:
     """Physical pages of one kind: reference counts, a free stack, and unowned pages kept for reuse.
 
-    Every operation is O(1) and deterministic: the page freed last is handed out first, the page kept unused
-    for the longest time is evicted first. `page_bytes` counts all layers.
+    Every operation but `grow`, `copy` and `check` is O(1), and all are deterministic: the page freed last is
+    handed out first, the page kept unused for the longest time is evicted first. `page_bytes` counts all
+    layers.
     """
 
     def __init__(self, kind: str, capacity: int, page_bytes: int) -> None:
@@ -58,6 +60,22 @@ class PageAllocator:
         self._references[page] = 1
         self._count_live(1)
         return page
+
+    def grow(self, pages: int) -> None:
+        """Adds free pages, numbered from capacity + 1 on; those free before are handed out first."""
+        if pages < 1:
+            raise ConfigError(f"further {self.kind} pages = {pages}, allowed: >= 1")
+        self._free[:0] = range(self.capacity + pages, self.capacity, -1)
+        self._references += [0] * pages
+        self._keys += [None] * pages
+        self.capacity += pages
+
+    def copy(self) -> "PageAllocator":
+        """An independent allocator in the same state."""
+        twin = copy.copy(self)
+        twin._free, twin._references = list(self._free), list(self._references)
+        twin._keys, twin._by_key, twin._kept = list(self._keys), dict(self._by_key), self._kept.copy()
+        return twin
 
     def retain(self, page: int) -> None:
         """Adds an owner to a page that is live or kept."""

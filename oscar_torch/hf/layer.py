@@ -10,7 +10,6 @@ are ragged inside the cache, and the layout of each depends on its own length al
 counts columns, since transformers aligns its attention mask with them.
 """
 
-import collections
 import copy
 import dataclasses
 import threading
@@ -29,6 +28,7 @@ from ..core.errors import CacheFullError, ConfigError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
+from .held_pages import HeldPages
 from .pieces import attend_in_pieces
 from .rows import decode_attention
 
@@ -123,6 +123,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.store: LayerCache | DenseCache | None = None
+        self.pages: HeldPages | None = None  # who holds the INT2 pages of a growing store
         self._one_each: Tensor | None = None
         self.is_initialized = False
         self.lengths: list[int] = []  # tokens per sequence; the store has the same on its device
@@ -146,6 +147,7 @@ class OscarLayer(CacheLayerMixin):
         else:
             self.rotation = self.rotation.to(device)
             self.store = _allocate_int2(self.config, batch, self.max_length, device)
+            self.pages = HeldPages(batch, self.store.key_codes.shape[0] - 1, self.store.page_table.shape[1])
         self.lengths = [0] * batch
         self.reached = [0] * batch
         self.is_initialized = True
@@ -388,33 +390,22 @@ class OscarLayer(CacheLayerMixin):
         needed = [self.config.history_pages(length) for length in after]
         if needed == before:
             return
-        # The live part of the tables says which pages are in use, and by how many sequences.
-        table = self.store.page_table.tolist()
-        first = [self._first_page(reached) for reached in self.reached]
-        live = [row[f:n] for row, f, n in zip(table, first, before)]
-        owners = collections.Counter(page for pages in live for page in pages)
-        pool = self.store.key_codes.shape[0]
-        free = collections.deque(page for page in range(1, pool) if page not in owners)
+        assert self.pages is not None
         # Pages written by one append must be different ones, and a window must have passed.
         kept = self._window_pages()
         apart = None if kept is None else max(kept, self.prefill_chunk // fmt.PAGE_TOKENS + 1)
-        width, size = max(len(table[0]), *needed), pool
-        for b, row in enumerate(table):
-            row += [0] * (width - len(row))
-            for page in range(before[b], needed[b]):
-                behind = -1 if apart is None else page - apart
-                if behind >= first[b] and owners[row[behind]] == 1:
-                    row[page] = row[behind]
-                elif free:
-                    row[page] = free.popleft()
-                else:
-                    row[page], size = size, size + 1
-                owners[row[page]] = 1
-            row[: first[b]] = row[first[b] : first[b] + 1] * first[b]  # nobody reads these any more
-        if size > pool:
-            spare = GROW_PAGES * len(counts) if self.max_length is None else 0
-            self.store = _enlarged(self.store, size - pool + spare)
-        self.store.page_table = _int32(table, self.store.page_table.device)
+        pages, store = self.pages.copy(), self.store  # an exception leaves what there is
+        for b, (reached, end) in enumerate(zip(self.reached, before)):
+            pages.keep(b, min(self._first_page(reached), end), end)
+        missing = pages.missing(before, needed, apart)
+        if missing > 0:
+            missing += GROW_PAGES * len(counts) if self.max_length is None else 0
+            store = _enlarged(store, missing)
+            pages.grow(missing)
+        pages.take(before, needed, apart)
+        table = _int32(pages.tables, store.page_table.device)
+        store.page_table = table
+        self.store, self.pages = store, pages
 
     def _window_pages(self) -> int | None:
         """INT2 pages that a sliding window can reach, also after a crop of `recent_tokens`; None: all."""
@@ -470,6 +461,11 @@ class OscarLayer(CacheLayerMixin):
                 if isinstance(self.store, LayerCache):
                     history = [self.config.history_pages(length) for length in self.lengths]
                     self.store.history_pages.copy_(_int32(history, self.store.lengths.device))
+                    self._drop_pages(history)
+                    # Without INT2 pages nothing is lost behind a window: they all come anew.
+                    self.reached = [
+                        r if pages else n for r, n, pages in zip(self.reached, self.lengths, history)
+                    ]
         self.writing = None
         self._forget()
 
@@ -532,6 +528,12 @@ class OscarLayer(CacheLayerMixin):
                 self.chunks.append(chunk - columns if isinstance(chunk, int) else chunk[:, :-columns])
             columns -= min(size, columns)
 
+    def _drop_pages(self, history: list[int]) -> None:
+        """Releases INT2 pages from the end; sequence b keeps its first history[b]."""
+        assert self.pages is not None
+        for b, end in enumerate(history):
+            self.pages.keep(b, 0, end)
+
     def _mutable(self) -> tuple[str, ...]:
         if isinstance(self.store, LayerCache):
             return ("window_key", "window_value", "lengths", "history_pages")
@@ -546,6 +548,7 @@ class OscarLayer(CacheLayerMixin):
         self.lengths, self.reached, self.columns, self.chunks = self._snapshot_state
         if isinstance(self.store, LayerCache):  # places of INT2 pages were reused, a ring is as it was
             self.reached = reached
+            self._drop_pages([self.config.history_pages(length) for length in self.lengths])
         keep = sum(key.shape[1] for key, _, _ in self._recorded) - columns
         for key, value, real in self._recorded:
             size = min(keep, key.shape[1])
@@ -592,6 +595,8 @@ class OscarLayer(CacheLayerMixin):
         for name in names:
             setattr(self.store, name, getattr(self.store, name)[indices])
         chosen = indices.tolist()
+        if self.pages is not None:
+            self.pages.select(chosen)
         self.lengths = [self.lengths[b] for b in chosen]
         self.reached = [self.reached[b] for b in chosen]
         self.chunks = [c if isinstance(c, int) else c[indices.to(c.device)] for c in self.chunks]
@@ -604,6 +609,7 @@ class OscarLayer(CacheLayerMixin):
         twin.lengths, twin.reached = list(self.lengths), list(self.reached)
         twin.chunks = list(self.chunks)
         twin._forget()
+        twin.pages = None if self.pages is None else self.pages.copy()
         if self.store is not None:
             arrays = {k: v.clone() for k, v in vars(self.store).items() if isinstance(v, Tensor)}
             twin.store = dataclasses.replace(self.store, **arrays)

@@ -152,6 +152,34 @@ class TestAllocator:
         pages.retain(first)
         assert pages.live == 2 and pages.kept == 0
 
+    def test_growing_keeps_owners_and_hands_out_freed_pages_first(self):
+        pages = PageAllocator("INT2", 2, 1)
+        first, second = pages.allocate(), pages.allocate()
+        pages.retain(first)
+        pages.release(second)
+        pages.grow(3)
+        assert pages.capacity == 5 and pages.free == 4 and pages.references(first) == 2
+        assert [pages.allocate() for _ in range(4)] == [second, 3, 4, 5]
+        pages.check({first: 2, second: 1, 3: 1, 4: 1, 5: 1})
+        with pytest.raises(CacheFullError, match="all 5 INT2 pages"):
+            pages.allocate()
+        with pytest.raises(ConfigError, match="further INT2 pages = 0, allowed: >= 1"):
+            pages.grow(0)
+
+    def test_a_copy_is_independent(self):
+        pages = PageAllocator("INT2", 3, 1)
+        first, second = pages.allocate(), pages.allocate()
+        pages.publish(second, (b"second", True))
+        pages.release(second)
+        twin = pages.copy()
+        twin.retain(second)
+        twin.withdraw(second)
+        twin.release(first)
+        twin.grow(1)
+        twin.check({second: 1})
+        pages.check({first: 1})
+        assert pages.find((b"second", True)) == second and pages.kept == 1 and pages.capacity == 3
+
     def test_the_same_calls_give_the_same_pages(self):
         def run() -> list[int]:
             rng, pages, owned, trace = random.Random(7), PageAllocator("INT2", 50, 1), [], []

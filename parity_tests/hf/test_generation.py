@@ -13,6 +13,7 @@ from oscar_torch.cache import allocate_layer_cache  # noqa: E402
 from oscar_torch.cache import attend as attend_paged  # noqa: E402
 from oscar_torch.core import cache_format as fmt  # noqa: E402
 from oscar_torch.hf import layer as hf_layer  # noqa: E402
+from oscar_torch.hf.held_pages import HeldPages  # noqa: E402
 from oscar_torch.layer_cache import LayerCache  # noqa: E402
 from oscar_torch.rotations.store import save_safetensors  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
@@ -190,16 +191,22 @@ def test_long_beams_equal_beams_on_copied_pages(monkeypatch):
     def copying(layer, indices):
         chosen, old = indices.tolist(), layer.copy()
         store = allocate_layer_cache(layer.config, len(chosen), 1000)
+        history = old.store.history_pages[chosen].tolist()
+        pages = HeldPages(len(chosen), store.key_codes.shape[0] - 1, store.page_table.shape[1])
+        pages.take([0] * len(chosen), history, None)
+        store.page_table = torch.tensor(pages.tables, dtype=torch.int32)
+        counts = {"page_table": history, "window_table": [layer.config.window_slots] * len(chosen)}
         for b, source in enumerate(chosen):
             for table, names in (("page_table", fmt.INT2_ARRAYS), ("window_table", fmt.WINDOW_ARRAYS)):
                 for target, page in zip(
-                    getattr(store, table)[b].tolist(), getattr(old.store, table)[source].tolist()
+                    getattr(store, table)[b, : counts[table][b]].tolist(),
+                    getattr(old.store, table)[source].tolist(),
                 ):
                     for name in names:
                         getattr(store, name)[target] = getattr(old.store, name)[page]
         store.lengths = old.store.lengths[chosen].clone()
         store.history_pages = old.store.history_pages[chosen].clone()
-        layer.store = store
+        layer.store, layer.pages = store, pages
         layer.lengths = [old.lengths[b] for b in chosen]
         layer.reached = [old.reached[b] for b in chosen]
 

@@ -1,5 +1,8 @@
 """One `OscarLayer` fed with rows: selection, growth, memory."""
 
+import collections
+import random
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -163,5 +166,74 @@ def test_a_crop_to_pages_that_were_given_up_is_refused():
     layer.deactivate_past_recording()
     part = random_rows(1, 300, seed=2)
     torch.testing.assert_close(feed(layer, part), feed(fresh, part), atol=1e-6, rtol=1e-6)
-    with pytest.raises(QuantizedTokensError, match="from 1700 to 60 tokens"):
-        layer.crop(60)
+    with pytest.raises(QuantizedTokensError, match="from 1700 to 70 tokens"):
+        layer.crop(70)
+    layer.crop(60)  # of the sink alone, which is BF16; the INT2 pages come anew
+    fresh = make_long_window(window=64 * 4)
+    feed(fresh, random_rows(1, 1400)[:, :60])
+    for part in (random_rows(1, 900, seed=3), random_rows(1, 100, seed=4)):
+        torch.testing.assert_close(feed(layer, part), feed(fresh, part), atol=1e-6, rtol=1e-6)
+
+
+# Who holds the INT2 pages.
+
+
+def check_pages(layer):
+    """The allocator counts what the sequences hold, and that is what the live part of the table names."""
+    owners = collections.Counter(page for held in layer.pages.held for page in held.values())
+    if layer.pages.allocator is None:
+        assert not owners
+        return
+    layer.pages.allocator.check(dict(owners))
+    assert layer.pages.allocator.capacity == layer.store.key_codes.shape[0] - 1
+    table, history = layer.store.page_table.tolist(), layer.store.history_pages.tolist()
+    assert set(owners) == {page for row, pages in zip(table, history) for page in row[:pages]}
+    assert layer.pages.allocator.live == live_bytes(layer.store)["int2_pages"]
+    for row, held in zip(table, layer.pages.held):
+        assert len(set(held.values())) == len(held)  # a sequence has no place twice
+        assert all(row[page] == place for page, place in held.items())
+
+
+@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_page_is_leaked_or_used_twice(window, seed):
+    """Random appends, selections, copies, crops and drafts: counts, tables and attention agree."""
+    rng = random.Random(seed)
+    layer = make_long_window(window)
+    feed(layer, random_rows(2, 700))
+    histories = [random_rows(2, 700)[b] for b in range(2)]
+    for step in range(20):
+        columns = rng.choice((1, 40, 64, 300, 700))
+        action = rng.choice(("append", "append", "select", "draft", "sink", "copy"))
+        more = random_rows(len(histories), columns, seed=100 * seed + step)
+        if action == "append":
+            feed(layer, more)
+            histories = [torch.cat([rows, new]) for rows, new in zip(histories, more)]
+        elif action == "select":
+            chosen = [rng.randrange(len(histories)) for _ in range(rng.randint(1, 3))]
+            layer.reorder_cache(torch.tensor(chosen))
+            histories = [histories[b] for b in chosen]
+        elif action == "draft":
+            layer.activate_past_recording()
+            feed(layer, more[:, :70])
+            drafts = min(columns, 70)
+            kept = rng.randint(0, drafts)
+            layer.crop(kept - drafts)
+            layer.deactivate_past_recording()
+            histories = [torch.cat([rows, new[:kept]]) for rows, new in zip(histories, more)]
+        elif action == "sink" and len(histories[0]) > 60 and rng.random() < 0.5:
+            layer.crop(60)  # the BF16 start alone, so every INT2 page goes
+            histories = [rows[:60] for rows in histories]
+            assert layer.pages.allocator.live == 0
+        elif action == "copy":
+            twin = layer.copy()
+            feed(twin, more)
+            check_pages(twin)
+        check_pages(layer)
+    assert layer.lengths == [len(rows) for rows in histories]
+    probe = random_rows(len(histories), 100, seed=999)
+    found = feed(layer, probe)
+    for b, rows in enumerate(histories):
+        alone = make_long_window(window)
+        feed(alone, rows[None])
+        torch.testing.assert_close(found[b : b + 1], feed(alone, probe[b : b + 1]), atol=1e-5, rtol=1e-5)
