@@ -157,8 +157,8 @@ _append = jax.jit(
 
 
 def _require_close(what: str, got: jax.Array, want: jax.Array, tolerance: float) -> None:
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
-    error = float((np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)).max())
+    found, wanted = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    error = float((np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)).max())
     if not error <= tolerance:  # NaN is wrong, too
         raise WrongKernelError(f"{what}: relative error {error:.1e}, allowed: {tolerance:.0e}")
 

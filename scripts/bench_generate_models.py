@@ -33,7 +33,12 @@ def qwen3_8b(layers: int) -> Qwen3Config:
 
 def tiny(layers: int) -> Qwen3Config:
     """A small shape, to try the script without a GPU."""
-    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    small: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+    }
     return Qwen3Config(
         **small, num_key_value_heads=2, head_dim=64, num_hidden_layers=layers, eos_token_id=None,
         pad_token_id=0, max_position_embeddings=131_072, initializer_range=0.2,

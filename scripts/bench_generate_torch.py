@@ -313,7 +313,7 @@ def time_generate(
     ids = torch.randint(1, 100, (batch, length + 1), device=bench.device)
     options: dict[str, Any] = {"disable_compile": not compiled}
     if compiled and bench.device.type != "cuda":
-        options["compile_config"] = transformers.CompileConfig(backend="eager", mode=None)
+        options["compile_config"] = transformers.CompileConfig(**{"backend": "eager", "mode": None})
         options["compile_config"]._compile_all_devices = True
     profiler = None
     if bench.device.type == "cuda" and isinstance(cache, OscarCache):
@@ -600,7 +600,8 @@ def main() -> None:
         return
     short, long = (512, 1024) if arguments.tiny else (32_768, 98_304)
     quick = [(1, short), (8, short), (1, long)]
-    named = arguments.cases and [tuple(map(int, case.split("x"))) for case in arguments.cases.split(",")]
+    pairs = [case.split("x") for case in (arguments.cases or "").split(",") if case]
+    named = [(int(batch), int(length)) for batch, length in pairs]
     if not arguments.prefill_only:
         cases = named or (quick if arguments.quick else [*quick, (8, long)])
         decode(bench, cases, arguments.ways.split(","), arguments.steps, arguments.seconds)

@@ -154,9 +154,9 @@ def choose_layer_rotation(
     }
     key = _choose(key_fits, KEY_FIELDS, key_score, KEY_MULTIPLIERS)
     value = _choose(value_fits, VALUE_FIELDS, value_score, VALUE_MULTIPLIERS)
+    fields: dict[str, Any] = {**key.fields, **value.fields}
     chosen = LayerRotation(
-        **key.fields,
-        **value.fields,
+        **fields,
         key_multiplier=np.asarray(key.multipliers, np.int32),
         value_multiplier=np.asarray(value.multipliers, np.int32),
     )

@@ -100,7 +100,9 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
             tiled = jnp.tile(places, (methods, 1))  # [Q*M, T]
             at = jnp.arange(sequences)[:, None]
 
-            def attention(layer: int, query, key, value, state, **sinks):
+            def attention(
+                layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: Any
+            ) -> tuple[jax.Array, Any]:
                 window = config.layer_windows[layer]
                 state = tuple(
                     store.at[at, tiled].set(round_to_bfloat16(new)) for store, new in zip(state, (key, value))

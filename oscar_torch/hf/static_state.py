@@ -8,7 +8,7 @@ operator is a function of what it is given: graphs may be replayed on another ca
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def _places(layout: Layout) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int
 
 def open_state(buffer: Tensor, layout: Layout, window: int | None) -> State:
     """The arrays in a buffer; `window` is the number of tokens that a ring keeps."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for name, (start, dtype, shape) in _places(layout)[0].items()
     }

@@ -14,6 +14,7 @@ from oscar_torch.core.errors import CacheFullError  # noqa: E402
 from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.hf import cache as hf_cache  # noqa: E402
 from oscar_torch.hf import layer as hf_layer  # noqa: E402
+from oscar_torch.layer_cache import LayerCache  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     assert_same,
     feed,
@@ -132,6 +133,7 @@ def test_pages_behind_a_long_window_are_reused():
     more = random_rows(2, 64, seed=1)
     feed(layer, more)
     feed(whole, more)
+    assert isinstance(layer.store, LayerCache) and isinstance(whole.store, LayerCache)
     size = live_bytes(layer.store, layer.sliding_window)
     assert size["int2_pages"] == 2 * (1088 // 64 + 1) and live_bytes(whole.store)["int2_pages"] == 2 * 74
     assert size["bfloat16"] == 2 * 1088 * 2 * 16 * 4

@@ -8,6 +8,7 @@ machine code; CUDA graphs are for the GPU tests.
 import copy
 import itertools
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_one_graph_serves_other_caches_and_breaks_nowhere():
     model = make_model("gemma3")
     graphs = []
 
-    def counting(graph, inputs):
+    def counting(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
@@ -272,7 +273,7 @@ def test_the_buffer_holds_every_array_once():
         buffer = torch.zeros(size, dtype=torch.uint8)
         state = static_state.open_state(buffer, layout, None)
         fields = [*vars(state.store).values(), *(vars(state.rotation).values() if state.rotation else ())]
-        arrays = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
+        arrays: list[torch.Tensor] = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
         assert len(arrays) == len(places)
         spans = sorted((a.data_ptr() - buffer.data_ptr(), a.nbytes) for a in arrays)
         assert all(start % 256 == 0 for start, _ in spans)
@@ -360,7 +361,7 @@ def test_beams_equal_growing():
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_cuda_graphs_give_the_logits_of_eager_steps(family):
     """Compiled by `generate` itself, replayed as CUDA graphs, past a flush; one layer, as compilers fuse."""
-    changes = {"num_hidden_layers": 1, "head_dim": 64}
+    changes: dict[str, Any] = {"num_hidden_layers": 1, "head_dim": 64}
     if family == "gpt_oss":  # attention sinks
         changes["layer_types"] = ["full_attention"]
     model = make_model(family, **changes).to("cuda")

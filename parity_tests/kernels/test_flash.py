@@ -57,7 +57,7 @@ def jax_error(
         .view(np.uint16)
         for _ in range(2)
     ]
-    cache.append(*stored, lengths)
+    cache.append(stored[0], stored[1], lengths)
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jnp.asarray(rng.normal(0, 1, shape), dtype)

@@ -176,7 +176,7 @@ def test_int2_decoding_is_exact_attention_over_the_restored_pages() -> None:
 
     @nnx.jit
     def record(model: Decoder, caches: list[Any]) -> dict[int, Any]:
-        attention = Recording(CachedAttention(config, rotations_of(config), jnp.array([1], jnp.int32)))
+        attention: Any = Recording(CachedAttention(config, rotations_of(config), jnp.array([1], jnp.int32)))
         model.hidden_states(jnp.array([[3]]), caches, positions=jnp.array([[500]]), attention=attention)
         return attention.records
 
@@ -250,7 +250,9 @@ def test_ragged_batch_equals_each_prompt_alone(family: str, index: int) -> None:
     together, _ = ragged_run(family)
     alone = generator(family)([tokens_of(RAGGED[index]).tolist()], 12, capacity=512)
     assert alone.tokens[0] == together.tokens[index]
-    for one, many in zip(alone.caches, together.caches):
+    pair: tuple[Any, Any]
+    for pair in zip(alone.caches, together.caches):
+        one, many = pair
         # the last new token was never fed back
         assert int(one.lengths[0]) == int(many.lengths[index]) == RAGGED[index] + 11
         if isinstance(one, LayerCache):
@@ -493,6 +495,7 @@ def test_stop_strings_end_one_sequence_and_leave_exact_caches() -> None:
     free = warm(prompts, 20)
     assert free.texts == [Words().decode(tokens) for tokens in free.tokens]
     # the second letter of one token and the first of the next, found in the middle of a decode block
+    assert free.texts is not None
     text = free.texts[0]
     stop = next(text[at : at + 2] for at in range(9, 30, 2) if text.find(text[at : at + 2]) == at)
     at = text.index(stop)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from oscar_jax.core.errors import CheckpointError, ConfigError, ShapeError
 from oscar_jax.models import weights as models_weights
 from oscar_jax.models.config import ModelConfig
-from oscar_jax.models.decoder import CapturingAttention, CausalAttention, Decoder, causal_attention
+from oscar_jax.models.decoder import MLP, CapturingAttention, CausalAttention, Decoder, causal_attention
 from oscar_jax.models.gguf_file import GGUFFile
 from oscar_jax.models.hf_config import config_from_hf
 from oscar_jax.models.tokenizer import load_tokenizer
@@ -217,7 +217,7 @@ def test_bfloat16_model_stays_near_float32(references: dict, family: str) -> Non
     exact = logits_of(load_without_tokenizer(directory)[0], tokens)
     model, _ = load_without_tokenizer(directory, jnp.bfloat16)
     rounded = logits_of(model, tokens)
-    assert model.layers[0].mlp.gate_up_proj.kernel[...].dtype == jnp.bfloat16
+    assert cast(MLP, model.layers[0].mlp).gate_up_proj.kernel[...].dtype == jnp.bfloat16
     assert 1e-4 < relative_error(rounded, np.asarray(exact)) < 0.06
 
 

@@ -1,6 +1,7 @@
 """Rotation sets: bases against float64 definitions, the fixed-point form, and refusals by name."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -51,7 +52,8 @@ def as_torch(layer: rotation.LayerRotation) -> torch_rotation.LayerRotation:
             return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
         return torch.from_numpy(array.copy())
 
-    return torch_rotation.LayerRotation(**{n: tensor(getattr(layer, n)) for n in fmt.ROTATION_FIELDS})
+    fields: dict[str, Any] = {n: tensor(getattr(layer, n)) for n in fmt.ROTATION_FIELDS}
+    return torch_rotation.LayerRotation(**fields)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 8, 16, *HEAD_DIMS])
@@ -173,7 +175,7 @@ def test_fitted_rotations_are_valid_and_invert(basis, per_head):
     )
     assert layer.key_transform.shape == (2 if per_head else 1, 80, 80)
     assert layer.key_multiplier.tolist() == [300] * (2 if per_head else 1)
-    arguments = {"layer_id": 3, "num_key_value_heads": 2, "head_dim": 80}
+    arguments: dict[str, Any] = {"layer_id": 3, "num_key_value_heads": 2, "head_dim": 80}
     rotation.validate_layer(layer, **arguments)
     torch_rotation.validate_layer(as_torch(layer), **arguments)
     generator = np.random.default_rng(0)
@@ -297,7 +299,7 @@ def broken_layers():
     "layer, error, message", [pytest.param(*rest, id=name) for name, *rest in broken_layers()]
 )
 def test_validation_names_layer_and_field(layer, error, message):
-    arguments = {"layer_id": 7, "num_key_value_heads": 2, "head_dim": 64}
+    arguments: dict[str, Any] = {"layer_id": 7, "num_key_value_heads": 2, "head_dim": 64}
     with pytest.raises(getattr(jax_errors, error), match=message):
         rotation.validate_layer(layer, **arguments)
     with pytest.raises(getattr(torch_errors, error), match=message):
