@@ -313,8 +313,9 @@ def time_generate(
     ids = torch.randint(1, 100, (batch, length + 1), device=bench.device)
     options: dict[str, Any] = {"disable_compile": not compiled}
     if compiled and bench.device.type != "cuda":
-        options["compile_config"] = transformers.CompileConfig(**{"backend": "eager", "mode": None})
-        options["compile_config"]._compile_all_devices = True
+        config: Any = transformers.CompileConfig(**{"backend": "eager", "mode": None})
+        config._compile_all_devices = True
+        options["compile_config"] = config
     profiler = None
     if bench.device.type == "cuda" and isinstance(cache, OscarCache):
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

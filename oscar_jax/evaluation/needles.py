@@ -110,7 +110,7 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
                 mask = slots <= tiled[..., None]
                 if window is not None:
                     mask &= slots > tiled[..., None] - window
-                own = attend_own(query, *state, mask, config.attention_scale)
+                own = attend_own(query, state[0], state[1], mask, config.attention_scale)
                 before = attend_rows(
                     query.reshape(methods, count * steps, *query.shape[2:]),
                     rows[layer],

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.hf
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss")
 
 
-def compiled(backend="eager", fullgraph=True):
+def compiled(backend: Any = "eager", fullgraph: bool = True) -> Any:
     """A compile_config that `generate` obeys on a CPU too."""
     config = tf.CompileConfig(backend=backend, mode=None, fullgraph=fullgraph)
     config._compile_all_devices = True
@@ -273,7 +273,7 @@ def test_the_buffer_holds_every_array_once():
         buffer = torch.zeros(size, dtype=torch.uint8)
         state = static_state.open_state(buffer, layout, None)
         fields = [*vars(state.store).values(), *(vars(state.rotation).values() if state.rotation else ())]
-        arrays: list[torch.Tensor] = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
+        arrays: list[Any] = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
         assert len(arrays) == len(places)
         spans = sorted((a.data_ptr() - buffer.data_ptr(), a.nbytes) for a in arrays)
         assert all(start % 256 == 0 for start, _ in spans)
