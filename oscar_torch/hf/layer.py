@@ -482,7 +482,7 @@ class OscarLayer(CacheLayerMixin):
                         f"tokens {first}..{end - 1} are quantized, a sequence of {left} tokens has "
                         f"{wanted} INT2 pages, not {history}"
                     )
-                if removed and (lost := self._lost_page(max(self.reached[b], length), left)) is not None:
+                if removed and (lost := self._lost_page(b, left)) is not None:
                     return (
                         f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
                         f"its window of {self.sliding_window} needs INT2 page {lost}, whose place was reused"
@@ -497,10 +497,11 @@ class OscarLayer(CacheLayerMixin):
                     )
         return None
 
-    def _lost_page(self, reached: int, left: int) -> int | None:
-        """An INT2 page that a sequence of `left` tokens attends to and that is kept no longer, or None."""
+    def _lost_page(self, sequence: int, left: int) -> int | None:
+        """An INT2 page that one cut to `left` tokens attends to and that is kept no longer, or None."""
         if self.sliding_window is None:
             return None
+        reached = max(self.reached[sequence], self.lengths[sequence])
         oldest = max(0, left - self.sliding_window + 1 - self.config.sink_tokens) // fmt.PAGE_TOKENS
         needed = oldest < self.config.history_pages(left)
         return oldest if needed and oldest < self._first_page(reached) else None
