@@ -24,6 +24,8 @@ BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
+STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
+STEP_CASES = ((1, 32_768), (8, 32_768), (1, 98_304))
 KERNELS_TORCH = "kernels-torch/h200-2026-11-30"
 PARITY = ("parity/h200-2026-11-30", "parity/cpu-2026-11-29", "parity-xla-torch/cpu-2026-11-29")
 
@@ -123,6 +125,37 @@ def speed() -> str:
     return table([*titles, "best BF16, JAX · Torch", "faster"], rows)
 
 
+def steps() -> str:
+    """Whole decode steps of a Qwen3-8B shape, milliseconds; the newest row of each kind."""
+    torch, jax = load(STEPS_TORCH)["rows"], load(STEPS_JAX)["rows"]
+    rows = []
+    for batch, length in STEP_CASES:
+        of = {row["kind"]: row for row in torch if (row["batch"], row["length"]) == (batch, length)}
+        best = min(
+            (row["milliseconds"], kind) for kind, row in of.items() if "graph" in kind and "bf16" in kind
+        )
+        mine = [row for row in jax if row["batch"] == batch and length == 32_768]
+        rows.append(
+            [
+                f"{batch} × {length:,}",
+                f"{of['int2, compiled']['floor']:.1f}",
+                f"{mine[-1]['milliseconds']:.1f}" if mine else "not run",
+                f"{of['int2, compiled']['milliseconds']:.1f}",
+                f"{best[0]:.1f}",
+                f"{next(row['milliseconds'] for kind, row in of.items() if kind.startswith('vLLM')):.1f}",
+            ]
+        )
+    titles = [
+        "sequences × tokens",
+        "floor",
+        "JAX decoder",
+        "transformers, compiled",
+        "BF16, graph",
+        "vLLM BF16",
+    ]
+    return table(titles, rows)
+
+
 def short_us(time: float) -> str:
     """Microseconds as whole numbers, one decimal below 10."""
     return f"{time:.0f}" if time >= 9.95 else f"{time:.1f}"
@@ -145,6 +178,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "size": size,
     "equality": equality,
     "speed": speed,
+    "steps": steps,
     "runs": runs,
 }
 
