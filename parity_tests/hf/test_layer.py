@@ -226,7 +226,8 @@ def test_no_page_is_leaked_or_used_twice(window, seed):
         elif action == "sink" and len(histories[0]) > 60 and rng.random() < 0.5:
             layer.crop(60)  # the BF16 start alone, so every INT2 page goes
             histories = [rows[:60] for rows in histories]
-            assert layer.pages is not None and layer.pages.allocator.live == 0
+            pages = layer.pages
+            assert pages is not None and pages.allocator is not None and pages.allocator.live == 0
         elif action == "copy":
             twin = layer.copy()
             feed(twin, more)
