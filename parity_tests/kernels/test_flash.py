@@ -91,6 +91,7 @@ def torch_error(
     device: str = "cpu",
     dtype: str = "float16",
     block: int = 256,
+    step: int = 2,
     **settings: Any,
 ) -> float:
     """The same for Torch, wherever Triton runs: interpreted in the child, compiled on a GPU."""
@@ -123,7 +124,7 @@ def torch_error(
     wanted = attention.chunk_attention(query.float(), key, value, cache.cache, layer_rotation, **options)[
         live
     ]
-    with mock.patch.multiple(flash, BLOCK_TOKENS=block, MIN_TOKENS=1):
+    with mock.patch.multiple(flash, BLOCK_TOKENS=block, SIZE_STEP=step, MIN_TOKENS=4):
         got = flash.chunk_attention(query, key, value, cache.cache, layer_rotation, **options)[live]
     return float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
@@ -156,4 +157,4 @@ class TestChunks:
 def test_long_history_on_device() -> None:
     """A chunk of 600 over 40000 tokens, three blocks, per-head rotations."""
     assert jax_error(rotation(2, 128), (40_000,), 600, 4, "cudnn") <= BFLOAT16
-    assert torch_error(rotation(2, 128), (40_000,), 600, 4, "gpu", "bfloat16", block=16_384) <= BFLOAT16
+    assert torch_error(rotation(2, 128), (40_000,), 600, 4, "gpu", "bfloat16", 16_384, 32) <= BFLOAT16

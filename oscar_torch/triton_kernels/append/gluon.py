@@ -77,7 +77,7 @@ def _append_role(
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["shift", "stride_table"])
 def _append_kernel(
     key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
     window_table_ptr, window_key_ptr, window_value_ptr,

@@ -108,7 +108,7 @@ def _store_new_rows(
     tl.store(target, rows, mask=mask[:, None] & (pair < D // 2)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "shift", "stride_table"])
 def _append_kernel(
     batch, key_ptr, value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr,
     stride_table, window_table_ptr, window_key_ptr, window_value_ptr,

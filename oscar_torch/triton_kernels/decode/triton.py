@@ -432,7 +432,7 @@ def _window_part(
     tl.store(lse_ptr + segment * G + rows, tl.where(l > 0, m + tl.log2(safe), -float("inf")), mask=rows < G)
 
 
-@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces"])
+@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_table"])
 def _stage_kernel(
     query_ptr, rotated_ptr, page_score_ptr, key_codes_ptr, value_codes_ptr, mean_ptr, key_scale_ptr,
     value_scale_ptr, window_key_ptr, window_value_ptr, page_table_ptr, stride_table, window_table_ptr,

@@ -12,7 +12,8 @@ CODES = tl.constexpr(fmt.CODES_PER_WORD)
 HEAD_DIMS = (64, 128, 256)
 
 
-@triton.jit
+# One compilation for all blocks: tables begin anywhere, blocks have any number of pages.
+@triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["table_ptr"])
 def _dequantize_kernel(
     table_ptr, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, mean_ptr, key_ptr, value_ptr,
     pages, K: tl.constexpr, D: tl.constexpr,

@@ -10,23 +10,25 @@ of the BF16 keys and put back as a number per query, q·mean, into the log-sum-e
 page's mean less the block's and the coded rest. Query heads of a group are further rows of their key head:
 no query of a chunk is masked from any of the history.
 
-cuDNN plans every shape anew, for a quarter of a second. So blocks come in few sizes, filled up with rows of
-zeros: keys whose score is 0, of values that add nothing. Their share of the weights is known and taken off.
-What remains is at least about half of it: keys less their mean score 0 on average, so the sum of their
-exponentials is at least their number, and the rows of zeros are never more than the others.
+cuDNN plans every shape anew, for a quarter of a second. So blocks come in few sizes (`blocks_of`), the last
+filled up with rows of zeros: keys whose score is 0, of values that add nothing. Their share of the weights is
+known and taken off. What remains is at least about one part in `SIZE_STEP`, which float32 can bear: keys less
+their mean score 0 on average, so the sum of their exponentials is at least their number. Queries are filled
+up to multiples of `MIN_TOKENS` tokens; nobody reads what comes out there.
 """
 
 import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...core import cache_format as fmt
 from . import triton as plain
 from .dequantize import HEAD_DIMS, dequantize_pages
 
 BLOCK_TOKENS = 32_768  # dequantized at a time
-SIZE_STEP = 64  # pages
+SIZE_STEP = 32  # pages: blocks have this many, or a power of two times as many up to BLOCK_TOKENS
 MIN_TOKENS = 1024  # at 512 over 32K plain Triton takes 1.04 ms and this 1.48, at 2048 4.0 and 2.5 (H200)
 
 
@@ -73,46 +75,56 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float) -> tuple[Tens
     batch, tokens = query.shape[:2]
     grouped = query.reshape(batch, tokens, heads, -1, head_dim).transpose(1, 2)
     grouped = grouped.reshape(batch, heads, -1, head_dim).float()  # [B, K, T * G, D]
-    rotated = (grouped @ rotation.query_transform).to(query.dtype)
-    counts = cache.known_history or cache.history_pages.tolist()
-    block = BLOCK_TOKENS // fmt.PAGE_TOKENS
-    pieces = max(1, -(-max(counts) // block))
     rows = grouped.shape[2]
+    rotated = (grouped @ rotation.query_transform).to(query.dtype)
+    rotated = pad(rotated, (0, 0, 0, -tokens % MIN_TOKENS * (rows // tokens)))
+    counts = cache.known_history or cache.history_pages.tolist()
+    blocks = [blocks_of(count) for count in counts]
+    pieces = max(1, *map(len, blocks))
     even = min(counts) == max(counts) > 0  # then every part of the results below is written
     sums = (query.new_empty if even else query.new_zeros)((pieces, batch, heads, rows, head_dim))
     maxima = torch.full((pieces, batch, heads, rows), plain.UNSEEN.value, device=query.device)
     weights = torch.zeros_like(maxima)
     transform = rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS
-    space = query.new_empty((2, heads * padded_pages(min(block, max(counts))) * fmt.PAGE_TOKENS * head_dim))
+    widest = max((size for parts in blocks for _, _, size in parts), default=0) * fmt.PAGE_TOKENS
+    space = query.new_empty((2, heads * widest * head_dim))
     for b, count in enumerate(counts):
         if not count:
             continue
         means = cache.key_page_mean[cache.page_table[b, :count].long()].float().transpose(0, 1)  # [K, P, D]
         rotated_means = means @ transform
-        for piece, first in enumerate(range(0, count, block)):
-            pages = slice(first, min(first + block, count))
-            table = cache.page_table[b, pages]
-            mean = rotated_means[:, pages]
-            size = padded_pages(len(table)) * fmt.PAGE_TOKENS
+        for piece, (first, end, pages) in enumerate(blocks[b]):
+            mean = rotated_means[:, first:end]
+            size = pages * fmt.PAGE_TOKENS
             key, value = (x[: heads * size * head_dim].view(heads, size, head_dim) for x in space)
+            table = cache.page_table[b, first:end]
             dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
             out, lse = flash(rotated[b : b + 1], key[None], value[None], softmax_scale)
-            sums[piece, b] = out[0]
-            shift = grouped[b] @ means[:, pages].mean(dim=1)[:, :, None]  # [K, T * G, 1]
-            zeros = size - len(table) * fmt.PAGE_TOKENS
-            weights[piece, b] = 1.0 - zeros * torch.exp(-lse[0])
-            score = lse[0] * plain.LOG2_E
+            sums[piece, b] = out[0, :, :rows]
+            lse = lse[0, :, :rows]
+            shift = grouped[b] @ means[:, first:end].mean(dim=1)[:, :, None]  # [K, T * G, 1]
+            zeros = (pages - (end - first)) * fmt.PAGE_TOKENS
+            weights[piece, b] = 1.0 - zeros * torch.exp(-lse)
+            score = lse * plain.LOG2_E
             maxima[piece, b] = score.add_(shift[..., 0], alpha=softmax_scale * plain.LOG2_E)
     all_rows = batch * heads * rows
     state = torch.stack([maxima, weights])
     return sums.reshape(pieces, all_rows, head_dim), state.reshape(2, pieces, all_rows)
 
 
-def padded_pages(pages: int) -> int:
-    """The size of the block that holds `pages` pages: a power of two up to 64, then multiples of 64."""
-    if pages > SIZE_STEP:
-        return -(-pages // SIZE_STEP) * SIZE_STEP
-    return 1 << max(0, pages - 1).bit_length()
+def blocks_of(pages: int) -> list[tuple[int, int, int]]:
+    """Cuts pages into blocks (first page, end, pages that the block has room for), the largest first.
+
+    The sizes are `SIZE_STEP` times a power of two, up to `BLOCK_TOKENS`: what is left, rounded up to a
+    multiple of the step, in binary. Only the last block can have room to spare, less than a step.
+    """
+    blocks, first = [], 0
+    while first < pages:
+        steps = -(-(pages - first) // SIZE_STEP)
+        size = min(BLOCK_TOKENS // fmt.PAGE_TOKENS, SIZE_STEP << (steps.bit_length() - 1))
+        blocks.append((first, min(first + size, pages), size))
+        first += size
+    return blocks
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:

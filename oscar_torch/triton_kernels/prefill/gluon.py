@@ -429,7 +429,7 @@ def _consumer(
 
 
 # An argument that is 1 would be a constant, and the aggregates take tensors.
-@gluon.jit(do_not_specialize=["tokens", "pieces", "sliding_window"])
+@gluon.jit(do_not_specialize=["tokens", "all_rows", "pieces", "stride_table", "sliding_window"])
 def _history_kernel(
     query_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, tokens, all_rows, pieces,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, value_scale_pair_ptr, key_page_mean_ptr,

@@ -193,7 +193,7 @@ def _plain_rows(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate_kernel(
     query_ptr, tokens, query_transform_ptr, stride_rotation, softmax_scale, rotated_ptr, unit_ptr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
@@ -352,7 +352,8 @@ def _merge_pieces(
     return acc, m, l
 
 
-@triton.jit
+# One compilation for all chunks: neither the tokens of one nor the width of a table make another kernel.
+@triton.jit(do_not_specialize=["tokens", "stride_table", "sliding_window", "pieces"])
 def _chunk_kernel(
     query_ptr, key_ptr, value_ptr, new_lengths_ptr, tokens,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,

@@ -57,7 +57,7 @@ def _bulk_pages(
         store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_pages"])
 def _bulk_kernel(
     key_ptr, value_ptr, stride_page, stride_token, stride_head, num_pages,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,

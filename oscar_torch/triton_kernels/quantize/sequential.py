@@ -106,7 +106,7 @@ def _role(
         store_words(complements, powers, codes_ptr + slot * (PAGE * D // CODES), row0, IS_KEY, D, DP, ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def sequential_kernel(
     key_ptr, value_ptr, stride_page, stride_token, stride_head, num_pages,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,

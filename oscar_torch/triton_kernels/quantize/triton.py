@@ -103,7 +103,7 @@ def _bulk_role(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def _bulk_kernel(
     key_ptr, value_ptr, stride_page, stride_token, stride_head, num_pages,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,

@@ -1,0 +1,111 @@
+"""How many kernels a prefill makes: Triton compiles and cuDNN plans per distinct call, and each costs a wait.
+
+Kernels are replaced by recorders that run nothing; everything around them is the real path of a GPU.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+from oscar_torch import ops  # noqa: E402
+from oscar_torch.core.config import CacheConfig  # noqa: E402
+from oscar_torch.hf.layer import OscarLayer  # noqa: E402
+from oscar_torch.rotations.rotation import identity_rotation  # noqa: E402
+from oscar_torch.triton_kernels.launch import tensors  # noqa: E402
+from oscar_torch.triton_kernels.prefill import dequantize, flash  # noqa: E402
+from oscar_torch.triton_kernels.prefill import triton as chunk  # noqa: E402
+from oscar_torch.triton_kernels.quantize import triton as quantize  # noqa: E402
+
+
+@dataclasses.dataclass
+class Recorder:
+    """In place of a Triton kernel: notes by what Triton would look for a compiled one."""
+
+    kernel: Any
+    keys: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        values = dict(zip(self.kernel.arg_names, arguments)) | options
+        parameters = {parameter.name: parameter for parameter in self.kernel.params}
+        self.keys.add(tuple(self.key(parameters.get(name), value) for name, value in values.items()))
+
+    def key(self, parameter: Any, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            aligned = value.data_ptr() % 16 == 0 or parameter.do_not_specialize_on_alignment
+            return value.dtype, aligned
+        if parameter is None or parameter.is_constexpr:
+            return value
+        if isinstance(value, int) and not parameter.do_not_specialize:
+            return value == 1, value % 16 == 0
+        return type(value)
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The kernels of a prefill as on a GPU that is no Hopper, and the shapes that flash attention gets."""
+    found: dict[str, Any] = {"flash": set()}
+    for module, name in (
+        (chunk, "_chunk_kernel"),
+        (chunk, "_rotate_kernel"),
+        (dequantize, "_dequantize_kernel"),
+        (quantize, "_bulk_kernel"),
+    ):
+        found[name] = Recorder(getattr(module, name))
+        monkeypatch.setattr(module, name, found[name])
+    monkeypatch.setattr(tensors, "_capability", lambda tensor: (8, 0))
+    monkeypatch.setattr(ops, "_best", lambda device: ("flash", "triton"))
+
+    def shapes(query: Any, key: Any, value: Any, scale: float) -> Any:
+        found["flash"].add((query.shape, key.shape, query.stride(), key.stride()))
+        return torch.zeros_like(query), query.new_zeros(query.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(flash, "flash", shapes)
+    yield found
+
+
+def prefill(tokens: int, batch: int, **options: Any) -> None:
+    """One layer through a prompt of `tokens` tokens, then through a chunk as a second turn has it."""
+    layer = OscarLayer(0, CacheConfig(1, 2, 64), identity_rotation(1, 64), **options)
+    for length in (tokens, 1500, 70):
+        query, key = (torch.zeros(batch, length, n, 64, dtype=torch.bfloat16) for n in (2, 1))
+        layer.attend(query, key, key, None, softmax_scale=0.1)
+
+
+def test_a_prefill_compiles_few_kernels(recorders: dict[str, Any]) -> None:
+    """Whatever the length and the batch, with any table: the same kernels, and five shapes for cuDNN."""
+    counts = []
+    for tokens, batch, options in (
+        (32_768, 1, {"max_length": 40_000}),
+        (37_123, 1, {}),
+        (9_001, 2, {"max_length": 12_345}),
+    ):
+        prefill(tokens, batch, **options)
+        counts.append([len(recorders["flash"]), *(len(r.keys) for n, r in recorders.items() if n != "flash")])
+    sizes = {key[2] for _, key, _, _ in recorders["flash"]}
+    assert sizes == {2048, 4096, 8192, 16_384, 32_768}
+    assert {query for query, *_ in recorders["flash"]} == {(1, 1, 2 * 2048, 64)}
+    # The chunk kernel with the history given and, for short chunks, without.
+    assert counts == [[5, 2, 1, 1, 1]] * 3
+
+
+def test_blocks_cover_all_pages_once() -> None:
+    """Every page in one block, sizes of the list, less than a step to spare and that in the last block."""
+    largest = flash.BLOCK_TOKENS // 64
+    allowed = {flash.SIZE_STEP << n for n in range(10) if flash.SIZE_STEP << n <= largest}
+    for pages in (1, 31, 32, 33, 95, 475, 511, 512, 513, 1531):
+        blocks = flash.blocks_of(pages)
+        assert {size for *_, size in blocks} <= allowed
+        assert [first for first, *_ in blocks] == [0, *(end for _, end, _ in blocks[:-1])]
+        assert blocks[-1][1] == pages
+        spare = [size - (end - first) for first, end, size in blocks]
+        assert not any(spare[:-1]) and spare[-1] < flash.SIZE_STEP
+    assert flash.blocks_of(0) == []
