@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and the index of results/ from the recorded runs.
+"""Writes the tables of README.md, parity_tests/README.md and the index of results/ from the recorded runs.
 
     python scripts/readme_tables.py [--check]
 
@@ -19,7 +19,7 @@ from oscar_torch.core import cache_format as fmt
 from oscar_torch.core.config import CacheConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "results/README.md")
+PAGES = ("README.md", "results/README.md", "parity_tests/README.md")
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
@@ -98,12 +98,18 @@ def equality() -> str:
         device = record["pages"][0]["versions"]["device"]
         codes = sum(row["codes"] for row in record["pages"])
         differences = sum(row["differences"] for row in record["pages"])
-        rows.append([f"[{device}](results/{run}/page.md)", names, f"{codes:,}", str(differences)])
+        rows.append([f"[{device}](../results/{run}/page.md)", names, f"{codes:,}", str(differences)])
     return table(["device", "implementations", "codes compared", "differences"], rows)
 
 
 def speed() -> str:
-    """One decode-attention call of a Qwen3-8B layer, microseconds."""
+    """What a user waits for: one decode-attention call of a layer, and whole decode steps, Qwen3-8B shape."""
+    titles = ["sequences × tokens", "floor of the bytes", "JAX", "Torch", "best BF16, JAX · Torch", "faster"]
+    return table(titles, [*kernel_rows(), *step_rows()])
+
+
+def kernel_rows() -> list[list[str]]:
+    """Decode attention of one layer, microseconds."""
     jax, torch = load(KERNELS_JAX)["rows"], load(KERNELS_TORCH)["rows"]
     rows = []
     for batch, length in SPEED_CASES:
@@ -112,48 +118,39 @@ def speed() -> str:
         wanted = {"model": "qwen3-8b", "task": "decode", "batch": batch, "length": length}
         times = {row["kernel"]: row["microseconds"] for row in torch if wanted.items() <= row.items()}
         best = min(time for kernel, time in times.items() if kernel.startswith("BF16"))
-        gluon, triton = times["INT2 gluon"], times["INT2 triton"]
+        gluon = times["INT2 gluon"]
         rows.append(
             [
-                f"{batch} × {length:,}",
-                *(short_us(t) for t in (mosaic["int2_floor_us"], mosaic["int2_us"], gluon, triton)),
+                f"attention, {batch} × {length:,}",
+                *(f"{short_us(t)} µs" for t in (mosaic["int2_floor_us"], mosaic["int2_us"], gluon)),
                 f"{short_us(mosaic['bf16_us'])} · {short_us(best)}",
                 f"**{mosaic['bf16_us'] / mosaic['int2_us']:.1f} × · {best / gluon:.1f} ×**",
             ]
         )
-    titles = ["sequences × tokens", "floor of the bytes", "JAX (Mosaic GPU)", "Torch (Gluon)", "plain Triton"]
-    return table([*titles, "best BF16, JAX · Torch", "faster"], rows)
+    return rows
 
 
-def steps() -> str:
-    """Whole decode steps of a Qwen3-8B shape, milliseconds; the newest row of each kind."""
+def step_rows() -> list[list[str]]:
+    """Whole decode steps, milliseconds, the newest row of each kind; BF16: an engine (vLLM), one for both."""
     torch, jax = load(STEPS_TORCH)["rows"], load(STEPS_JAX)["rows"]
     rows = []
     for batch, length in STEP_CASES:
         of = {row["kind"]: row for row in torch if (row["batch"], row["length"]) == (batch, length)}
-        best = min(
-            (row["milliseconds"], kind) for kind, row in of.items() if "graph" in kind and "bf16" in kind
-        )
-        mine = [row for row in jax if row["batch"] == batch and length == 32_768]
+        engine = next(row["milliseconds"] for kind, row in of.items() if kind.startswith("vLLM"))
+        compiled = of["int2, compiled"]
+        measured = [row["milliseconds"] for row in jax if row["batch"] == batch and length == 32_768]
+        mine = measured[-1] if measured else None
         rows.append(
             [
-                f"{batch} × {length:,}",
-                f"{of['int2, compiled']['floor']:.1f}",
-                f"{mine[-1]['milliseconds']:.1f}" if mine else "not run",
-                f"{of['int2, compiled']['milliseconds']:.1f}",
-                f"{best[0]:.1f}",
-                f"{next(row['milliseconds'] for kind, row in of.items() if kind.startswith('vLLM')):.1f}",
+                f"whole step, {batch} × {length:,}",
+                f"{compiled['floor']:.1f} ms",
+                f"{mine:.1f} ms" if mine else "not run",
+                f"{compiled['milliseconds']:.1f} ms",
+                f"{engine:.1f} (vLLM)",
+                f"{f'{engine / mine:.1f} ×' if mine else '–'} · {engine / compiled['milliseconds']:.1f} ×",
             ]
         )
-    titles = [
-        "sequences × tokens",
-        "floor",
-        "JAX decoder",
-        "transformers, compiled",
-        "BF16, graph",
-        "vLLM BF16",
-    ]
-    return table(titles, rows)
+    return rows
 
 
 def short_us(time: float) -> str:
@@ -178,7 +175,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "size": size,
     "equality": equality,
     "speed": speed,
-    "steps": steps,
     "runs": runs,
 }
 
