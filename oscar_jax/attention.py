@@ -18,7 +18,7 @@ from jax import lax
 
 from .arithmetic import compiled_once, exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
-from .layer_cache import Array, DenseCache, LayerCache, RotationArrays, check_chunk, check_query
+from .layer_cache import Array, DenseCache, LayerCache, RotationArrays, check_chunk, check_query, outgrown
 from .packing import unpack_key_codes, unpack_value_codes
 
 PAGE = fmt.PAGE_TOKENS
@@ -47,7 +47,8 @@ def decode_attention(
 
     query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
-    sequence of length 0 yields zeros. Raises ShapeError, DTypeError, GradientError (INT2 only).
+    sequence of length 0 yields zeros, one that has `overflowed` NaN. Raises ShapeError, DTypeError,
+    GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
     return _decode(query, cache, rotation, softmax_scale, sliding_window, sink_logits)
@@ -69,7 +70,7 @@ def _decode(
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
     partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
-    return _finish(partials, sink_logits)[:, 0]
+    return _finish(partials, sink_logits, outgrown(cache))[:, 0]
 
 
 @exact_arithmetic
@@ -123,7 +124,7 @@ def _chunk(
         return seen if sliding_window is None else seen & (step[None, :, None] - rows < sliding_window)
 
     partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale))
-    return _finish(partials, sink_logits)
+    return _finish(partials, sink_logits, outgrown(cache, new_lengths, query.shape[1]))
 
 
 @exact_arithmetic
@@ -342,12 +343,13 @@ def _per_head(rows: jax.Array, matrix: Array) -> jax.Array:
     return jnp.einsum("btkgd,kde->btkge", rows, matrix, precision=_HIGHEST)
 
 
-def _finish(partials: list[Partial], sink_logits: jax.Array | None) -> jax.Array:
-    """Merges the segments, applies the sink logits, and restores [B, T, N, D]."""
+def _finish(partials: list[Partial], sink_logits: jax.Array | None, lost: jax.Array) -> jax.Array:
+    """Merges the segments, applies the sink logits, and restores [B, T, N, D]; NaN where `lost` bool [B]."""
     merged = merge_partials(partials)
     out = merged.out
     if sink_logits is not None:
         logits = sink_logits.astype(jnp.float32).reshape(out.shape[2:4])
         out = out * jax.nn.sigmoid(merged.lse - logits)[..., None]
+    out = jnp.where(lost[:, None, None, None, None], jnp.nan, out)
     batch, tokens, heads, group, head_dim = out.shape
     return out.reshape(batch, tokens, heads * group, head_dim)

@@ -31,6 +31,7 @@ from .layer_cache import (
     check_query,
     check_rotation,
     check_rows,
+    outgrown,
     recent_slot,
 )
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
@@ -120,8 +121,8 @@ def attend[Cache: LayerCache | DenseCache](
     token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
     exactly, to itself. Raises what `append_rows` raises, before anything runs.
 
-    Under jit nobody can refuse a sequence that outgrows its tables: from then on its output is NaN, the other
-    sequences stay right, and `overflowed` tells which.
+    Under jit nobody can refuse a sequence that outgrows its tables: its rows are dropped, from then on its
+    output is NaN, the other sequences stay right, and `overflowed` tells which.
     """
     check_query(query, cache, rotation, sink_logits)
     check_chunk(query, key, value, cache, new_lengths)
@@ -129,7 +130,7 @@ def attend[Cache: LayerCache | DenseCache](
         raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
     ops.check_implementation(implementation)
     if not traced((cache, new_lengths)):
-        check_capacity(cache, new_lengths)
+        check_capacity(cache, new_lengths, key.shape[1])
     with ops.placed(query):
         return _attend(
             query, key, value, cache, rotation, new_lengths, softmax_scale, sliding_window, sink_logits,
@@ -151,7 +152,6 @@ def _attend(
     implementation: str | None,
 ) -> tuple[jax.Array, Any]:
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
-    key = _poisoned(cache, key, new_lengths)
     if query.shape[1] == 1:
         cache = _append(cache, rotation, key, value, new_lengths, implementation)
         out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)
@@ -201,7 +201,7 @@ def append_rows[Cache: LayerCache | DenseCache](
     if isinstance(cache, LayerCache):
         check_rotation(cache, rotation)
     if check and not traced((cache.lengths, new_lengths)):
-        check_capacity(cache, new_lengths)
+        check_capacity(cache, new_lengths, key.shape[1])
     with ops.placed(key):
         return _append(cache, rotation, key, value, new_lengths, implementation)
 
@@ -216,33 +216,39 @@ def _append(
     implementation: str | None,
 ) -> Any:
     if isinstance(cache, DenseCache):
-        return _append_dense(cache, _poisoned(cache, key, new_lengths), value, new_lengths)
+        return _append_dense(cache, key, value, new_lengths)
     key, value = refuse_gradients("append_rows", (key, value))
     if key.shape[1] == 1:
         written = ops.append_token(cache, rotation, key, value, new_lengths, implementation=implementation)
         if written is not None:
             return written
-    key, value = round_to_bfloat16(_poisoned(cache, key, new_lengths)), round_to_bfloat16(value)
-    new_lengths = jnp.clip(new_lengths, 0, key.shape[1])
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    new_lengths, after = _lengths_after(cache, new_lengths, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     cache = _write_pages(cache, rotation, pages, implementation)
     cache = _write_window(cache, key, value, new_lengths, history)
-    return dataclasses.replace(cache, lengths=cache.lengths + new_lengths, history_pages=history)
+    return dataclasses.replace(cache, lengths=after, history_pages=history)
 
 
 @exact_arithmetic
 def overflowed(cache: LayerCache | DenseCache) -> jax.Array:
     """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
 
-    Only where nothing checks the capacity: under jit, or with check=False.
+    Only where nothing checks the capacity: under jit, or with check=False. Their length stays capacity + 1.
     """
-    return cache.lengths > cache.capacity
+    return outgrown(cache)
 
 
-def _poisoned(cache: LayerCache | DenseCache, key: jax.Array, new_lengths: jax.Array) -> jax.Array:
-    """The keys, NaN where the sequence outgrows its tables, so that its attention is NaN, not plausible."""
-    over = cache.lengths + jnp.clip(new_lengths, 0, key.shape[1]) > cache.capacity
-    return jnp.where(over[:, None, None, None], jnp.nan, key).astype(key.dtype)
+def _lengths_after(
+    cache: LayerCache | DenseCache, new_lengths: jax.Array, tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """How many of `tokens` rows are stored, and the lengths then, int32 [B] each.
+
+    A sequence that would outgrow its tables stores nothing and is marked: its length is capacity + 1.
+    """
+    lost = outgrown(cache, new_lengths, tokens)
+    new_lengths = jnp.where(lost, 0, jnp.clip(new_lengths, 0, tokens))
+    return new_lengths, jnp.where(lost, cache.capacity + 1, cache.lengths + new_lengths)
 
 
 @exact_arithmetic
@@ -325,17 +331,22 @@ def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None
     }
 
 
-def check_capacity(cache: LayerCache | DenseCache, new_lengths: jax.Array) -> None:
-    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
-    after = np.asarray(cache.lengths) + np.asarray(new_lengths)
+def check_capacity(cache: LayerCache | DenseCache, new_lengths: jax.Array, tokens: int | None = None) -> None:
+    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page.
+
+    ShapeError for a negative number of new rows, or more than `tokens`, the rows there are.
+    """
+    new = np.asarray(new_lengths)
+    if (new < 0).any() or (tokens is not None and (new > tokens).any()):
+        allowed = "0 or more" if tokens is None else f"0..{tokens}, the rows given"
+        raise ShapeError(f"new_lengths {new.tolist()}, allowed: {allowed}")
+    after = np.asarray(cache.lengths) + new
     limit = cache.capacity
-    if (np.asarray(new_lengths) < 0).any():
-        raise ConfigError(f"new_lengths {np.asarray(new_lengths).tolist()}: must not be negative")
     if (after > limit).any():
         b = int(np.argmax(after > limit))
         raise CacheFullError(f"sequence {b} would have {int(after[b])} tokens, its cache holds {limit}")
     if isinstance(cache, LayerCache):
-        _check_tables(cache, after, np.asarray(new_lengths))
+        _check_tables(cache, after, new)
 
 
 def _check_tables(cache: LayerCache, after: np.ndarray, new_lengths: np.ndarray) -> None:
@@ -364,6 +375,7 @@ def _check_tables(cache: LayerCache, after: np.ndarray, new_lengths: np.ndarray)
 
 def _append_dense(cache: DenseCache, key: jax.Array, value: jax.Array, new_lengths: jax.Array) -> DenseCache:
     slots, tokens = cache.key.shape[1], key.shape[1]
+    new_lengths, after = _lengths_after(cache, new_lengths, tokens)
     step = jnp.arange(tokens)
     # A chunk longer than the ring overwrites itself: only its last S rows are written.
     keep = (step < new_lengths[:, None]) & (step >= new_lengths[:, None] - slots)
@@ -378,7 +390,7 @@ def _append_dense(cache: DenseCache, key: jax.Array, value: jax.Array, new_lengt
         cache,
         key=written(cache.key, key),
         value=written(cache.value, value),
-        lengths=cache.lengths + jnp.clip(new_lengths, 0, tokens),
+        lengths=after,
     )
 
 
@@ -394,7 +406,7 @@ def _pages_to_quantize(
     config, tokens = cache.config, key.shape[1]
     length, before = cache.lengths, cache.history_pages
     formula = (length + new_lengths - config.sink_tokens - config.recent_tokens) // PAGE
-    after = jnp.maximum(before, jnp.maximum(formula, 0))
+    after = jnp.maximum(before, jnp.where(new_lengths > 0, formula, 0))
     # At most 63 tokens wait beyond the recent window, so T more complete at most ceil(T / 64) pages. More
     # recent tokens than that can only stem from a cut inside the history, where fewer pages are due.
     count = -(-tokens // PAGE)
@@ -413,7 +425,6 @@ def _pages_to_quantize(
         return lax.bitcast_convert_type(jnp.where(is_new, new, old), jnp.bfloat16)
 
     due = index < (after - before)[:, None]
-    due &= before[:, None] + index < cache.page_table.shape[1]  # a sequence past its capacity has no page
     columns = jnp.minimum(before[:, None] + index, cache.page_table.shape[1] - 1)
     destination = jnp.take_along_axis(cache.page_table, columns, axis=1)
     pages = cache.key_codes.shape[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
-from .layer_cache import DenseCache, LayerCache, RotationArrays, check_chunk, check_query
+from .layer_cache import DenseCache, LayerCache, RotationArrays, check_chunk, check_query, outgrown
 from .packing import unpack_key_codes, unpack_value_codes
 
 PAGE = fmt.PAGE_TOKENS
@@ -45,7 +45,8 @@ def decode_attention(
 
     query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
-    sequence of length 0 yields zeros. Raises ShapeError, DTypeError, GradientError (INT2 only).
+    sequence of length 0 yields zeros, one that has `overflowed` NaN. Raises ShapeError, DTypeError,
+    GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
     if isinstance(cache, LayerCache):
@@ -53,7 +54,7 @@ def decode_attention(
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
     partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
-    return _finish(partials, sink_logits)[:, 0]
+    return _finish(partials, sink_logits, outgrown(cache))[:, 0]
 
 
 @exact_arithmetic
@@ -90,7 +91,7 @@ def chunk_attention(
         return seen if sliding_window is None else seen & (step[None, :, None] - rows < sliding_window)
 
     partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale))
-    return _finish(partials, sink_logits)
+    return _finish(partials, sink_logits, outgrown(cache, new_lengths, query.shape[1]))
 
 
 @exact_arithmetic
@@ -295,11 +296,11 @@ def _per_head(rows: Tensor, matrix: Tensor) -> Tensor:
     return torch.einsum("btkgd,kde->btkge", rows, matrix)
 
 
-def _finish(partials: list[Partial], sink_logits: Tensor | None) -> Tensor:
-    """Merges the segments, applies the sink logits, and restores [B, T, N, D]."""
+def _finish(partials: list[Partial], sink_logits: Tensor | None, lost: Tensor) -> Tensor:
+    """Merges the segments, applies the sink logits, and restores [B, T, N, D]; NaN where `lost` bool [B]."""
     merged = merge_partials(partials)
     out = merged.out
     if sink_logits is not None:
         logits = sink_logits.float().reshape(out.shape[2:4])
         out = out * torch.sigmoid(merged.lse - logits)[..., None]
-    return out.flatten(2, 3)
+    return torch.where(lost[:, None, None, None], torch.nan, out.flatten(2, 3))

@@ -28,6 +28,7 @@ from .layer_cache import (
     check_query,
     check_rotation,
     check_rows,
+    outgrown,
     recent_slot,
 )
 from .quantize import dequantize_key_pages, dequantize_value_pages, round_to_bfloat16
@@ -131,7 +132,7 @@ def attend[Cache: LayerCache | DenseCache](
             raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
         refuse_gradients("attend", (query, key, value, sink_logits))
     ops.check_implementation(implementation)
-    check_capacity(cache, new_lengths)
+    check_capacity(cache, new_lengths, key.shape[1])
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
     if query.shape[1] == 1:
         cache = _append(cache, rotation, key, value, new_lengths, implementation)
@@ -183,7 +184,7 @@ def append_rows[Cache: LayerCache | DenseCache](
         check_rotation(cache, rotation)
         refuse_gradients("append_rows", (key, value))
     if check:
-        check_capacity(cache, new_lengths)
+        check_capacity(cache, new_lengths, key.shape[1])
     return _append(cache, rotation, key, value, new_lengths, implementation)
 
 
@@ -202,15 +203,15 @@ def _append(
         cache, rotation, key, value, new_lengths, implementation=implementation
     ):
         return cache
-    key, value = round_to_bfloat16(_poisoned(cache, key, new_lengths)), round_to_bfloat16(value)
-    new_lengths = new_lengths.clamp(0, key.shape[1])
+    key, value = round_to_bfloat16(key), round_to_bfloat16(value)
+    new_lengths, after = _lengths_after(cache, new_lengths, key.shape[1])
     pages, history = _pages_to_quantize(cache, key, value, new_lengths)
     if pages.destination.numel():
         new_pages = ops.quantize_pages(pages.key, pages.value, rotation, implementation=implementation)
         for name, new in new_pages.items():
             getattr(cache, name)[pages.destination] = new
     _write_window(cache, key, value, new_lengths, history)
-    cache.lengths += new_lengths
+    cache.lengths.copy_(after)
     cache.history_pages.copy_(history)
     return cache
 
@@ -219,15 +220,19 @@ def _append(
 def overflowed(cache: LayerCache | DenseCache) -> Tensor:
     """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
 
-    Only where nothing checks the capacity, that is with check=False; kernels lose rows without the NaN.
+    Only where nothing checks the capacity, that is with check=False. Their length stays capacity + 1.
     """
-    return cache.lengths > cache.capacity
+    return outgrown(cache)
 
 
-def _poisoned(cache: LayerCache | DenseCache, key: Tensor, new_lengths: Tensor) -> Tensor:
-    """The keys, NaN where the sequence outgrows its tables, so that its attention is NaN, not plausible."""
-    over = cache.lengths + new_lengths.clamp(0, key.shape[1]) > cache.capacity
-    return torch.where(over[:, None, None, None], torch.nan, key).to(key.dtype)
+def _lengths_after(cache: LayerCache | DenseCache, new_lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """How many of `tokens` rows are stored, and the lengths then, int32 [B] each.
+
+    A sequence that would outgrow its tables stores nothing and is marked: its length is capacity + 1.
+    """
+    lost = outgrown(cache, new_lengths, tokens)
+    new_lengths = torch.where(lost, 0, new_lengths.clamp(0, tokens))
+    return new_lengths, torch.where(lost, cache.capacity + 1, cache.lengths + new_lengths)
 
 
 @exact_arithmetic
@@ -304,12 +309,16 @@ def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None
     }
 
 
-def check_capacity(cache: LayerCache | DenseCache, new_lengths: Tensor) -> None:
-    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page."""
+def check_capacity(cache: LayerCache | DenseCache, new_lengths: Tensor, tokens: int | None = None) -> None:
+    """Raises CacheFullError when a sequence would outgrow its tables, or its table names no page.
+
+    ShapeError for a negative number of new rows, or more than `tokens`, the rows there are.
+    """
     new = new_lengths.tolist()
+    if min(new) < 0 or (tokens is not None and max(new) > tokens):
+        allowed = "0 or more" if tokens is None else f"0..{tokens}, the rows given"
+        raise ShapeError(f"new_lengths {new}, allowed: {allowed}")
     after = [a + b for a, b in zip(cache.lengths.tolist(), new)]
-    if min(new) < 0:
-        raise ConfigError(f"new_lengths {new}: must not be negative")
     limit = cache.capacity
     for b, length in enumerate(after):
         if length > limit:
@@ -346,7 +355,7 @@ def _check_tables(cache: LayerCache, after: list[int], new_lengths: list[int]) -
 
 def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
     slots, tokens = cache.key.shape[1], key.shape[1]
-    key = _poisoned(cache, key, new_lengths)
+    new_lengths, after = _lengths_after(cache, new_lengths, tokens)
     step = torch.arange(tokens, device=key.device)
     # A chunk longer than the ring overwrites itself: only its last S rows are written.
     keep = (step < new_lengths[:, None]) & (step >= new_lengths[:, None] - slots)
@@ -354,7 +363,7 @@ def _append_dense(cache: DenseCache, key: Tensor, value: Tensor, new_lengths: Te
     slot = (cache.lengths[sequence] + index) % slots
     for store, rows in ((cache.key, key), (cache.value, value)):
         store[sequence, slot] = rows[sequence, index].to(store.dtype)
-    cache.lengths += new_lengths.clamp(0, tokens)
+    cache.lengths.copy_(after)
 
 
 def _pages_to_quantize(
@@ -364,13 +373,14 @@ def _pages_to_quantize(
     config = cache.config
     length, before = cache.lengths, cache.history_pages
     formula = (length + new_lengths - config.sink_tokens - config.recent_tokens) // PAGE
-    after = torch.maximum(before, formula.clamp(min=0))
+    after = torch.maximum(before, torch.where(new_lengths > 0, formula, 0))
     # At most 63 tokens wait beyond the recent window, so T more complete at most ceil(T / 64) pages. More
     # recent tokens than that can only stem from a cut inside the history, where fewer pages are due.
     count = -(-key.shape[1] // PAGE)
     index = torch.arange(count, device=key.device)
     due = index < (after - before)[:, None]
-    due &= before[:, None] + index < cache.page_table.shape[1]  # a sequence past its capacity has no page
+    columns = (before[:, None] + index).clamp(max=cache.page_table.shape[1] - 1)
+    due &= cache.page_table.gather(1, columns.long()) > 0
     sequence, index = due.nonzero(as_tuple=True)
     page = config.sink_pages + before[sequence] + index  # [M] token pages
     source = cache.window_table[sequence, recent_slot(page, config)]
@@ -398,7 +408,8 @@ def _write_window(
     stays = in_sink | (page >= config.sink_pages + history[:, None])
     slot = torch.where(in_sink, page, recent_slot(page, config))
     physical = cache.window_table.gather(1, slot.long())
-    sequence, index = (stays & (step < new_lengths[:, None])).nonzero(as_tuple=True)
+    stays &= (step < new_lengths[:, None]) & (physical > 0)
+    sequence, index = stays.nonzero(as_tuple=True)
     target, row = physical[sequence, index], token[sequence, index] % PAGE
     cache.window_key[target, :, row] = key[sequence, index]
     cache.window_value[target, :, row] = value[sequence, index]

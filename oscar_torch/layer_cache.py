@@ -118,13 +118,22 @@ class DenseCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence can have; a ring forgets, and has no end."""
-        return self.key.shape[1] if self.window is None else 2**31 - 1
+        """Tokens that a sequence can have; a ring that holds its window forgets, and has no end."""
+        slots = self.key.shape[1]
+        return slots if self.window is None or slots < self.window else 2**31 - 2
 
 
 def recent_slot(page: Any, config: CacheConfig) -> Any:
     """Window slot of token page `page` (past the sink), an int or an int array."""
     return config.sink_pages + (page - config.sink_pages) % config.recent_slots
+
+
+def outgrown(cache: LayerCache | DenseCache, new_lengths: Tensor | None = None, tokens: int = 0) -> Tensor:
+    """Which sequences are longer than their tables, also with new_lengths of `tokens` more rows: bool [B]."""
+    lengths = cache.lengths
+    if new_lengths is not None:
+        lengths = lengths + new_lengths.clamp(0, tokens)
+    return lengths > cache.capacity
 
 
 def check_query(

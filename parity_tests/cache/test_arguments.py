@@ -61,6 +61,8 @@ WRONG = {
     "float lengths": lambda c: {"new_lengths": c.floats(1)},
     "a list of lengths": lambda c: {"new_lengths": [10]},
     "two lengths": lambda c: {"new_lengths": c.integers(2)},
+    "more rows than given": lambda c: {"new_lengths": 11 * c.integers(1)},
+    "negative rows": lambda c: {"new_lengths": -1 * c.integers(1)},
     "a scalar length": lambda c: {"new_lengths": c.integers()},
     "no rotation": lambda c: {"rotation": None},
     "rotation heads": lambda c: {"rotation": c.rotation(3, HEAD_DIM)},

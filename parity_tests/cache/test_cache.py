@@ -265,7 +265,7 @@ class TestErrors:
     def test_new_lengths(self, framework: Framework) -> None:
         cache = self.make(framework)
         self.refuse(cache, "ShapeError", "new_lengths", new=(8,))
-        self.refuse(cache, "ConfigError", "-1", new=(8, -1))
+        self.refuse(cache, "ShapeError", "-1", new=(8, -1))
 
     def test_unequal_rows(self, framework: Framework) -> None:
         """Key and value rows of different shapes."""

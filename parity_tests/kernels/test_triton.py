@@ -20,7 +20,6 @@ from parity_tests.kernels.triton_interpreter import (
     append_differences,
     attention_errors,
     interpret,
-    overflow_differences,
     pair_differences,
     rotation_errors,
     sequential_differences,
@@ -65,10 +64,6 @@ class TestInterpreted:
     def test_append_token(self) -> None:
         """Ragged, over page boundaries, one sequence standing still every other step."""
         assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 4) == []
-
-    def test_append_beyond_the_table(self) -> None:
-        """A row that would need a page that no table entry names is dropped."""
-        assert interpret(overflow_differences, rotation(2, 64)) == []
 
     @pytest.mark.parametrize(("head_dim", "feed_values"), [(64, True), (96, False)])
     def test_sequential_pages(self, head_dim: int, feed_values: bool) -> None:
@@ -229,7 +224,7 @@ def compile_around_stage(kernel: Any, constants: dict[str, Any], types: dict[str
         pytest.skip("TRITON_INTERPRET is set for this process")
     floats = ("rows", "matrix", "added", "weight", "out", "o", "lse", "transform", "sink", "window")
     types = dict.fromkeys((f"{name}_ptr" for name in floats), "*fp32") | types
-    types |= dict.fromkeys(("stride_rotation", "batch", "pieces", "sliding_window"), "i32")
+    types |= dict.fromkeys(("stride_rotation", "table_pages", "batch", "pieces", "sliding_window"), "i32")
     kernel, signature, values, aligned = stage_arguments(kernel, constants)
     signature |= {
         name: kind for name, kind in types.items() if signature.get(name, "constexpr") != "constexpr"
@@ -518,7 +513,6 @@ class TestOnGpu:
     def test_append_token_gluon(self, captured: bool, head_dim: int) -> None:
         fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
         assert append_differences(fields, lengths, 130, "gpu", captured, "append.gluon") == []
-        assert overflow_differences(fields, "gpu", "append.gluon") == []
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
     def test_sequential_pages(self, head_dim: int) -> None:
@@ -547,9 +541,6 @@ class TestOnGpu:
         pages = torch.zeros(1, 64, 1, 96, device="cuda")
         with pytest.raises(NotImplementedError, match="96"):
             ops.quantize_pages(pages, pages, layer_rotation, implementation="gluon")
-
-    def test_append_beyond_the_table(self) -> None:
-        assert overflow_differences(rotation(2, 128), "gpu") == []
 
     @pytest.mark.hopper
     def test_cuda_graph(self) -> None:

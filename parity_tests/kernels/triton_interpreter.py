@@ -292,29 +292,6 @@ def pair_differences(
     ]
 
 
-def overflow_differences(
-    rotation: Mapping[str, np.ndarray], device: str = "cpu", kernel: str = "append.triton"
-) -> list[str]:
-    """Cache arrays that an append changes although the page table has no entry left for the page due."""
-    import importlib
-
-    import torch
-
-    append_token = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}").append_token
-    (case, layer_rotation, rng) = make_case(rotation, (700,), 700, 1, device)
-    cache = case.cache
-    slots = cache.config.sink_pages + cache.config.recent_slots + cache.page_table.shape[1]
-    cache.lengths.fill_(64 * slots - 1)
-    cache.history_pages.fill_(cache.page_table.shape[1])
-    names = ("key_codes", "value_codes", "key_scale", "value_scale", "key_page_mean", "window_key")
-    names += ("window_value", "lengths", "history_pages")
-    before = {name: case.field(name).copy() for name in names}
-    row = torch.from_numpy(rng.normal(0, 1, (1, 1, *cache.window_key.shape[1::2]))).to(cache.lengths.device)
-    one = torch.ones(1, dtype=torch.int32, device=cache.lengths.device)
-    append_token(cache, layer_rotation, row, row, one)
-    return [name for name in names if not np.array_equal(before[name], case.field(name))]
-
-
 def sequential_differences(head_dim: int, feed_values: bool, device: str = "cpu") -> list[str]:
     """INT2 arrays in which the Triton quantizer and the reference differ by sequential rounding.
 

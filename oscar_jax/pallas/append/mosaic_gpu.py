@@ -89,7 +89,11 @@ def _append(block: Any, shape: AppendShape, refs: dict, kind: str, sequence: Any
     length = m.load_changing(at_length) & ((1 << LENGTH_BITS) - 1)
     before = m.load_changing(at_history)
     kept = (shape.sink_pages + shape.recent_slots - 1) * PAGE  # tokens that stay BF16
-    after = before.max((length + new - kept).sar(fmt.PAGE_TOKENS_LOG2))
+    past = (shape.sink_pages + shape.recent_slots + shape.table_pages) * PAGE  # a length beyond the tables
+    lost = (length + new).ge(past)
+    new = m.select(lost, m.Int(0), new)
+    due = (length + new - kept).sar(fmt.PAGE_TOKENS_LOG2)
+    after = m.select(new.eq(1), before.max(due), before)
 
     # This block has read the counts. A thread that stores little else says so, and learns whether it is last.
     m.sync_warpgroup()
@@ -119,7 +123,7 @@ def _append(block: Any, shape: AppendShape, refs: dict, kind: str, sequence: Any
     m.when(new.eq(1) & stays & owned & m.thread.lt(row_words), store_row)
 
     def store_counts():
-        m.store_global(at_length, [length + new])
+        m.store_global(at_length, [m.select(lost, m.Int(past), length + new)])
         m.store_global(at_history, [after])
 
     last = (arrived >> LENGTH_BITS).eq(heads * len(KINDS) - 1)
@@ -196,7 +200,7 @@ def append_shape(cache: LayerCache, rotation: Any) -> AppendShape:
         raise NotImplementedError(
             f"{heads} key/value heads: the Mosaic append kernel serves up to {MAX_HEADS}"
         )
-    if cache.capacity >= 1 << LENGTH_BITS:
+    if cache.capacity + 1 >= 1 << LENGTH_BITS:
         raise NotImplementedError(
             f"{cache.capacity} tokens a sequence: the Mosaic append kernel serves less than 2**{LENGTH_BITS}"
         )
@@ -225,8 +229,9 @@ def append_token(
     """Appends at most one row per sequence and quantizes the pages that become history, in one launch.
 
     key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
-    bytes of `cache.append_rows`; under jit with donated caches in the memory of the old ones. Raises
-    ShapeError, DTypeError, or NotImplementedError for a shape that the kernel does not serve.
+    bytes of `cache.append_rows`, the mark of a sequence past its tables included; under jit with donated
+    caches in the memory of the old ones. Raises ShapeError, DTypeError, or NotImplementedError for a shape
+    that the kernel does not serve.
     """
     config = cache.config
     heads, head_dim = config.num_key_value_heads, config.head_dim

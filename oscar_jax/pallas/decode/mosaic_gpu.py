@@ -428,6 +428,9 @@ def _merge_warps(at: Place, maximum: list, total: list, output: Any) -> None:
         words = [(x * inverse).as_int() for x in values]
         largest = m.load_shared(tops + h * 4)[0].as_float()
         logarithm = m.select(some, largest + weight.max(TINY).log2(), m.Float(-math.inf))
+        if shape.windows:  # this is all attention; rows of a sequence past its tables are lost
+            past = PAGE * (shape.table_pages + shape.window_slots)
+            logarithm = m.select(at.length.lt(past), logarithm, m.Float(math.nan))
         row = at.tile * columns + h
         index = (at.sequence_head * shape.group + row) * shape.partials + at.partial
         target, lse_target = out.at(index, 4 * head_dim).at(quad, 16), lse.at(index, 4)

@@ -22,7 +22,7 @@ from jax import lax
 from ...attention import Partial, _finish, merge_partials, window_positions
 from ...core import cache_format as fmt
 from ...core.errors import ConfigError, ShapeError
-from ...layer_cache import LayerCache
+from ...layer_cache import LayerCache, outgrown
 from ...packing import unpack_key_codes, unpack_value_codes
 
 BLOCK_TOKENS = 16_384  # dequantized at a time per sequence, at most
@@ -80,7 +80,8 @@ def chunk_attention(
             out.reshape(batch, tokens, heads, group, head_dim), lse.reshape(batch, tokens, heads, group)
         )
 
-    return _finish([grouped(history), grouped(window), grouped(own)], sink_logits)
+    partials = [grouped(history), grouped(window), grouped(own)]
+    return _finish(partials, sink_logits, outgrown(cache, new_lengths, tokens))
 
 
 def dequantize_block(

@@ -14,6 +14,7 @@ from jax import lax
 
 from ...attention import Partial, _finish, _rows, window_positions
 from ...core.errors import ShapeError
+from ...layer_cache import outgrown
 from ..decode.mosaic_gpu import check_decode_shape, decode_history, restore_values, rotate_queries
 
 QUERY_BLOCK = 128  # queries whose scores over the BF16 rows exist at a time
@@ -57,7 +58,7 @@ def chunk_attention(
         lse.reshape(batch, heads, tokens, group).swapaxes(1, 2),
     )
     exact = _exact_part(grouped, key, value, cache, new_lengths, softmax_scale)
-    return _finish([history, exact], sink_logits)
+    return _finish([history, exact], sink_logits, outgrown(cache, new_lengths, tokens))
 
 
 def _exact_part(

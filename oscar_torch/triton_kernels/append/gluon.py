@@ -57,24 +57,27 @@ def _append_role(
     length, last_length = _take(lengths_ptr + sequence, shift)
     history, last_history = _take(history_ptr + sequence, shift)
 
-    # A row is dropped where the page table has no entry for every history page.
+    # Nothing is written where the tables have no room: the length says so from then on, capacity + 1.
     due = (length + 1) // PAGE - (window_slots - 1)
-    stores = (new > 0) & (gl.maximum(history, due) <= stride_table)
-    gl.store(lengths_ptr + sequence, length + stores.to(gl.int32), mask=last_length)
+    past = (stride_table + window_slots) * PAGE
+    stores = (new > 0) & (length + 1 < past) & (history <= stride_table)
+    length_after = gl.where(new > 0, gl.where(stores, length + 1, past), length)
+    gl.store(lengths_ptr + sequence, length_after, mask=last_length)
     gl.store(history_ptr + sequence, gl.maximum(history, gl.where(stores, due, 0)), mask=last_history)
 
     page = length // PAGE
     place = gl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
     physical = gl.cast(gl.sum(gl.where(slot == place, table, 0), 0), gl.int64)
     target = ((physical * K + head) * PAGE + length % PAGE) * (D // 2)
-    gl.store(window_ptr + target + pair, row, mask=stores & (pair >= 0))
+    gl.store(window_ptr + target + pair, row, mask=stores & (physical > 0) & (pair >= 0))  # 0: nobody's
     if stores & (due > history):
         place = SINK_PAGES + history % RECENT_SLOTS
-        _flush_page(
-            window_ptr, gl.sum(gl.where(slot == place, table, 0), 0),
-            gl.load(page_table_ptr + sequence * stride_table + history), head, transform_ptr, multiplier_ptr,
-            stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
-        )  # fmt: skip
+        flushed = gl.load(page_table_ptr + sequence * stride_table + history)
+        if flushed > 0:
+            _flush_page(
+                window_ptr, gl.sum(gl.where(slot == place, table, 0), 0), flushed, head, transform_ptr,
+                multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["shift", "stride_table"])

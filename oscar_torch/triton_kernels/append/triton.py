@@ -145,17 +145,18 @@ def _append_kernel(
     counts, is_last = _take(count_ptrs, count_mask, shift)
     length, history = tl.split(counts)
 
-    # A row is dropped where the page table has no entry for every history page.
+    # Nothing is written where the tables have no room: the length says so from then on, capacity + 1.
     due = (length + 1) // PAGE - (SINK_PAGES + RECENT_SLOTS - 1)
-    stores = live & (new > 0) & (tl.maximum(history, due) <= stride_table)
-    length_after = length + stores.to(tl.int32)
+    past = (stride_table + SINK_PAGES + RECENT_SLOTS) * PAGE
+    stores = live & (new > 0) & (length + 1 < past) & (history <= stride_table)
+    length_after = tl.where(new > 0, tl.where(stores, length + 1, past), length)
     history_after = tl.maximum(history, tl.where(stores, due, 0))
     tl.store(count_ptrs, tl.join(length_after, history_after), mask=count_mask & is_last)
 
     page = length // PAGE
     place = tl.where(page < SINK_PAGES, page, SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS)
     physical = tl.sum(tl.where(slot[None, :] == place[:, None], table, 0), 1)
-    stored = stores & (row0 == 0)
+    stored = stores & (row0 == 0) & (physical > 0)  # page 0 belongs to nobody
     if is_key:
         _store_new_rows(rows, window_key_ptr, physical, head, length, stored, K, D, DP)
     else:
@@ -166,6 +167,7 @@ def _append_kernel(
         place = SINK_PAGES + history % RECENT_SLOTS
         sources = tl.sum(tl.where(slot[None, :] == place[:, None], table, 0), 1)
         targets = tl.load(page_table_ptr + sequence * stride_table + history, mask=flushes, other=0)
+        flushes &= targets > 0
         if is_key:
             _flush_role(
                 window_key_ptr, flushes, sources, targets, head, key_transform_ptr, key_multiplier_ptr,
@@ -201,10 +203,10 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
     key, value bf16 [B, 1, K, D] (other floats are rounded to bf16); new_lengths int32 [B], 0 or 1. Leaves the
     bytes of `cache.append_rows`, without a host synchronization and hence CUDA-graph capturable; for the same
     reason the caller makes sure beforehand that the page tables have room. A row that would need a page
-    beyond the table is dropped: nothing is written for its sequence and its length stands still. While the
-    kernel runs, the upper bits of lengths and history_pages count the programs that have read them. Raises
-    ShapeError, NotImplementedError (device; more tokens and heads than 32 bits can count). Format page,
-    section 4.
+    beyond the table is dropped: nothing is written for its sequence, and its length becomes capacity + 1,
+    which makes its attention NaN (`cache.overflowed`). While the kernel runs, the upper bits of lengths and
+    history_pages count the programs that have read them. Raises ShapeError, NotImplementedError (device; more
+    tokens and heads than 32 bits can count). Format page, section 4.
     """
     config, batch = cache.config, cache.batch
     tiles = _flush_tiles(config.head_dim)
@@ -226,7 +228,7 @@ def append_arguments(
             raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
     require_nearest(rotation, "the append kernel")
     check_device(cache.window_key)
-    shift = int(cache.capacity).bit_length()
+    shift = int(cache.capacity + 1).bit_length()
     if parts << shift > 1 << 31:
         raise NotImplementedError(f"{heads} key/value heads with tables for {cache.capacity} tokens")
     arguments = (

@@ -494,10 +494,10 @@ def _stage_kernel(
         b += 1
 
 
-@triton.jit(do_not_specialize=["sliding_window", "batch", "pieces", "stride_rotation"])
+@triton.jit(do_not_specialize=["table_pages", "sliding_window", "batch", "pieces", "stride_rotation"])
 def _merge_kernel(
-    o_ptr, lse_ptr, history_ptr, lengths_ptr, sliding_window, batch, pieces, transform_ptr, value_mean_ptr,
-    stride_rotation, sink_ptr, out_ptr, weight_ptr, window_ptr,
+    o_ptr, lse_ptr, history_ptr, lengths_ptr, table_pages, sliding_window, batch, pieces, transform_ptr,
+    value_mean_ptr, stride_rotation, sink_ptr, out_ptr, weight_ptr, window_ptr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINK_PAGES: tl.constexpr,
     SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, WINDOW_PAGES: tl.constexpr, SLIDING: tl.constexpr,
     BATCH_P: tl.constexpr, PIECES_P: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -518,6 +518,7 @@ def _merge_kernel(
     channels = tl.arange(0, DP)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # What stage 1 does not write can be read before it ends.
+    length = tl.load(lengths_ptr + row // K)
     first, count = pieces_of(
         row // K, history_ptr, lengths_ptr, sliding_window, batch, pieces, SINK_PAGES, SLOTS, WINDOW_PAGES,
         SLIDING, BATCH_P,
@@ -553,6 +554,7 @@ def _merge_kernel(
     if SINK_LOGITS:
         total += tl.exp2(sink - top)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    inverse = tl.where(length < (table_pages + SLOTS) * PAGE, inverse, float("nan"))  # rows of it are lost
     acc = o * tl.exp2(o_lse - top)[:, None]
     for low in tl.range(STEP, count, STEP, num_stages=1):
         rows = piece_row + (low + piece) * (K * G)
@@ -746,8 +748,9 @@ def _launch_merge(
         columns, warps = 64, max(2, plan.padded_dim // 64) * (2 if wide else 1)
     matrix, mean = (o, o) if transform is None else transform
     return _merge_kernel[(plan.padded_dim // columns, plan.batch * plan.heads * plan.group)](
-        o, lse, cache.history_pages, cache.lengths, plan.sliding_window or 0, plan.batch, plan.pieces,
-        matrix, mean, plan.stride_rotation, lse if sink_logits is None else sink_logits, *outputs,
+        o, lse, cache.history_pages, cache.lengths, cache.page_table.shape[1], plan.sliding_window or 0,
+        plan.batch, plan.pieces, matrix, mean, plan.stride_rotation,
+        lse if sink_logits is None else sink_logits, *outputs,
         K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SINK_PAGES=plan.sink_pages,
         SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
         SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
@@ -770,8 +773,8 @@ def decode_attention(
 
     query [B, N, D] -> [B, N, D] of `dtype`; `softmax_scale` multiplies the scores (usually D**-0.5). A window
     of w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
-    sequence of length 0 yields zeros. Raises ShapeError; NotImplementedError (device, more than 16 query
-    heads per key/value head) before anything is allocated.
+    sequence of length 0 yields zeros, one that has overflowed NaN. Raises ShapeError; NotImplementedError
+    (device, more than 16 query heads per key/value head) before anything is allocated.
     """
     tuning = TUNING[_padded_dim(query.shape[-1])]
     plan = plan_decode(
