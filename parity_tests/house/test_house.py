@@ -284,7 +284,7 @@ def test_alone(package: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / "set"), str(tmp_path / "set.safetensors")]
     store.save_rotation_set(rotation_set, paths[0])
     store.save_safetensors(rotation_set, paths[1])
-    folders = ("hf", "models", "cli", "interchange", "evaluation", "calibration", *KERNEL_FOLDERS)
+    folders = ("hf", "vllm", "models", "cli", "interchange", "evaluation", "calibration", *KERNEL_FOLDERS)
     names = [n for n in modules(package) if n and n.split(".")[0] not in folders and n != "__main__"]
     code = ALONE.format(package=package, blocked=FOREIGN[package], names=names, paths=paths)
     run = subprocess.run(
