@@ -18,7 +18,16 @@ from jax import lax
 
 from .arithmetic import compiled_once, exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
-from .layer_cache import Array, DenseCache, LayerCache, RotationArrays, check_chunk, check_query, outgrown
+from .layer_cache import (
+    Array,
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_softcap,
+    outgrown,
+)
 from .packing import unpack_key_codes, unpack_value_codes
 
 PAGE = fmt.PAGE_TOKENS
@@ -42,16 +51,18 @@ def decode_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
     query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
-    sequence of length 0 yields zeros, one that has `overflowed` NaN. Raises ShapeError, DTypeError,
-    GradientError (INT2 only).
+    softcap of c turns each scaled score x into c * tanh(x / c). A sequence of length 0 yields zeros, one that
+    has `overflowed` NaN. Raises ShapeError, DTypeError, ConfigError, GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
-    return _decode(query, cache, rotation, softmax_scale, sliding_window, sink_logits)
+    check_softcap(softcap)
+    return _decode(query, cache, rotation, softmax_scale, sliding_window, sink_logits, softcap)
 
 
 @compiled_once
@@ -62,6 +73,7 @@ def _decode(
     softmax_scale: float,
     sliding_window: int | None,
     sink_logits: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
     if isinstance(cache, LayerCache):
         query, cache, rotation, sink_logits = refuse_gradients(
@@ -69,7 +81,7 @@ def _decode(
         )
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
-    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window, softcap)
     return _finish(partials, sink_logits, outgrown(cache))[:, 0]
 
 
@@ -85,17 +97,21 @@ def chunk_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention of a chunk of new tokens over the stored tokens and, causally and exactly, over the chunk.
 
     query [B, T, N, D], key and value [B, T, K, D] -> float32 [B, T, N, D]. `cache` is the state before the
     chunk; token j of sequence b stands at position lengths[b] + j. Rows at or past new_lengths[b] are
     padding: nothing attends to them and their output means nothing. Raises ShapeError, DTypeError,
-    GradientError (INT2 only).
+    ConfigError, GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
+    check_softcap(softcap)
     check_chunk(query, key, value, cache, new_lengths)
-    return _chunk(query, key, value, cache, rotation, new_lengths, softmax_scale, sliding_window, sink_logits)
+    return _chunk(
+        query, key, value, cache, rotation, new_lengths, softmax_scale, sliding_window, sink_logits, softcap
+    )
 
 
 @compiled_once
@@ -109,6 +125,7 @@ def _chunk(
     softmax_scale: float,
     sliding_window: int | None,
     sink_logits: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
     if isinstance(cache, LayerCache):
         query, key, value, cache, rotation, sink_logits = refuse_gradients(
@@ -117,13 +134,13 @@ def _chunk(
     queries = _grouped(query, cache)
     step = jnp.arange(query.shape[1])
     position = cache.lengths[:, None] + step
-    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window, softcap)
 
     def mask(rows: jax.Array) -> jax.Array:  # indices [S] -> [B, T, S]
         seen = (step[None, :, None] >= rows) & (rows < new_lengths[:, None, None])
         return seen if sliding_window is None else seen & (step[None, :, None] - rows < sliding_window)
 
-    partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale))
+    partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale, softcap))
     return _finish(partials, sink_logits, outgrown(cache, new_lengths, query.shape[1]))
 
 
@@ -137,6 +154,11 @@ def merge_partials(partials: list[Partial]) -> Partial:
     weight = weight / jnp.where(total > 0, total, 1.0)
     out = sum(p.out * w[..., None] for p, w in zip(partials, weight))
     return Partial(jnp.asarray(out), top + jnp.log(total))
+
+
+def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Scores bent so that none exceeds the cap in size; None leaves them as they are."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 @exact_arithmetic
@@ -163,6 +185,7 @@ def _stored(
     position: jax.Array,
     softmax_scale: float,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> list[Partial]:
     """Partials over everything a cache holds; `position` int32 [B, T] is where each query stands."""
 
@@ -181,7 +204,7 @@ def _stored(
             return visible(jnp.where(rows < slots, token, -1))
 
         used = jnp.minimum(cache.lengths.max(), slots)
-        return [_blocks(queries, cache.key, cache.value, mask, used, softmax_scale)]
+        return [_blocks(queries, cache.key, cache.value, mask, used, softmax_scale, softcap)]
 
     assert rotation is not None
     token = window_positions(cache)
@@ -191,9 +214,10 @@ def _stored(
         return rows.reshape(cache.batch, -1, *rows.shape[3:])
 
     window_rows = flat(cache.window_key), flat(cache.window_value)
-    window = _rows(queries, *window_rows, visible(token.reshape(cache.batch, -1)), softmax_scale)
+    seen = visible(token.reshape(cache.batch, -1))
+    window = _rows(queries, *window_rows, seen, softmax_scale, softcap)
     first = 0 if sliding_window is None else position.min() - sliding_window + 1 - cache.config.sink_tokens
-    return [_history(queries, cache, rotation, visible, first, softmax_scale), window]
+    return [_history(queries, cache, rotation, visible, first, softmax_scale, softcap), window]
 
 
 class _Running(NamedTuple):
@@ -211,6 +235,7 @@ def _history(
     visible: Callable[[jax.Array], jax.Array],
     first: jax.Array | int,
     softmax_scale: float,
+    softcap: float | None,
 ) -> Partial:
     """Partial over the INT2 pages of every sequence; no query sees tokens of the history before `first`."""
     columns = cache.page_table.shape[1]
@@ -229,7 +254,8 @@ def _history(
         scores = jnp.einsum("btkgd,bpksd->btkgps", rotated, codes, precision=_HIGHEST)
         scores = scores * key_scale.swapaxes(1, 2)[:, None, :, None]
         scores += jnp.einsum("btkgd,bpkd->btkgp", queries, page_mean, precision=_HIGHEST)[..., None]
-        weights, running = _advance(running, scores.reshape(*scores.shape[:4], -1) * softmax_scale, mask)
+        scaled = cap_scores(scores.reshape(*scores.shape[:4], -1) * softmax_scale, softcap)
+        weights, running = _advance(running, scaled, mask)
         # Pages that are not part of the sequence may hold anything; 0 * NaN must not reach the output.
         value_scale = jnp.where(live[:, :, None, None], cache.value_scale[table], 0).astype(jnp.float32)
         weights = weights.reshape(scores.shape) * value_scale.swapaxes(1, 2)[:, None, :, None]
@@ -252,12 +278,13 @@ def _blocks(
     mask: Callable[[jax.Array], jax.Array],
     used: jax.Array,
     softmax_scale: float,
+    softcap: float | None,
 ) -> Partial:
     """Partial over the first `used` rows of key, value [B, S, K, D]; mask: row indices -> [B, T, rows]."""
     rows = key.shape[1]
     size = BLOCK_PAGES * PAGE
     if rows <= size:
-        return _rows(queries, key, value, mask(jnp.arange(rows)), softmax_scale)
+        return _rows(queries, key, value, mask(jnp.arange(rows)), softmax_scale, softcap)
 
     def block(index: jax.Array, running: _Running) -> _Running:
         row = index * size + jnp.arange(size)
@@ -265,7 +292,7 @@ def _blocks(
         seen = mask(row) & (row < rows)
         block_key, block_value = (_seen_rows(x[:, column], seen) for x in (key, value))
         scores = jnp.einsum("btkgd,bskd->btkgs", queries, block_key, precision=_HIGHEST) * softmax_scale
-        weights, running = _advance(running, scores, seen)
+        weights, running = _advance(running, cap_scores(scores, softcap), seen)
         out = jnp.einsum("btkgs,bskd->btkgd", weights, block_value, precision=_HIGHEST)
         return running._replace(out=running.out + out)
 
@@ -312,12 +339,17 @@ def _settle(running: _Running) -> tuple[jax.Array, jax.Array]:
 
 
 def _rows(
-    queries: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, softmax_scale: float
+    queries: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    softmax_scale: float,
+    softcap: float | None = None,
 ) -> Partial:
     """Partial over plain rows: key, value [B, S, K, D], mask [B, T, S]."""
     key, value = _seen_rows(key, mask), _seen_rows(value, mask)
     scores = jnp.einsum("btkgd,bskd->btkgs", queries, key, precision=_HIGHEST) * softmax_scale
-    weights, lse = _softmax(scores, mask)
+    weights, lse = _softmax(cap_scores(scores, softcap), mask)
     return Partial(jnp.einsum("btkgs,bskd->btkgd", weights, value, precision=_HIGHEST), lse)
 
 

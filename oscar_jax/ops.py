@@ -91,7 +91,7 @@ def decode_attention(
     check_query(query, cache, rotation, options.get("sink_logits"))
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernels = DECODE_ATTENTION
+        kernels = _serving(DECODE_ATTENTION, implementation, options)
         query, cache = refuse_gradients("decode_attention", (query, cache))
     choice = _choose(implementation, query, kernels, _decode_reference)
     return choice(query, cache, rotation, dtype=query.dtype, **options).astype(query.dtype)
@@ -117,7 +117,7 @@ def chunk_attention(
     check_chunk(query, key, value, cache, options["new_lengths"])
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernels = CHUNK_ATTENTION
+        kernels = _serving(CHUNK_ATTENTION, implementation, options)
         query, key, value, cache = refuse_gradients("chunk_attention", (query, key, value, cache))
     choice = _choose(implementation, query, kernels, attention.chunk_attention)
     return choice(query, key, value, cache, rotation, **options).astype(query.dtype)
@@ -137,6 +137,15 @@ def placed(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
     if isinstance(array, Tracer) or _why_not(device) == _why_not(_ambient()):
         return contextlib.nullcontext()
     return jax.default_device(device)
+
+
+def check_softcap_kernel(implementation: str | None, softcap: float | None) -> None:
+    """Raises NotImplementedError where a kernel is named that is to cap scores: none can."""
+    if softcap is not None and implementation not in ("xla", None):
+        raise NotImplementedError(
+            f"implementation = {implementation!r} with softcap = {softcap}: no kernel caps scores, "
+            "allowed: 'xla' or None"
+        )
 
 
 def _choose(
@@ -167,6 +176,16 @@ def _choose(
         return reference(*args, **options)
 
     return best_available
+
+
+def _serving(kernels: Kernels, implementation: str | None, options: dict[str, Any]) -> Kernels:
+    """The kernels for a call with these options, which lose a soft cap of None: no kernel has one."""
+    if options.get("softcap") is None:
+        options.pop("softcap", None)
+        return kernels
+    check_softcap_kernel(implementation, options["softcap"])
+    _log_once("the reference runs: no kernel caps attention scores (softcap)")
+    return {}
 
 
 def _kernel(module: str, name: str) -> Callable[..., Any]:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
-from .layer_cache import DenseCache, LayerCache, RotationArrays, check_chunk, check_query, outgrown
+from .layer_cache import (
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_softcap,
+    outgrown,
+)
 from .packing import unpack_key_codes, unpack_value_codes
 
 PAGE = fmt.PAGE_TOKENS
@@ -40,20 +48,22 @@ def decode_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of the newest token of every sequence over all that is stored, itself included.
 
     query [B, N, D] -> float32 [B, N, D]; `softmax_scale` multiplies the scores (usually D**-0.5). A window of
     w lets a token see the last w tokens. sink_logits [N] adds exp(logit) to the softmax denominator. A
-    sequence of length 0 yields zeros, one that has `overflowed` NaN. Raises ShapeError, DTypeError,
-    GradientError (INT2 only).
+    softcap of c turns each scaled score x into c * tanh(x / c). A sequence of length 0 yields zeros, one that
+    has `overflowed` NaN. Raises ShapeError, DTypeError, ConfigError, GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
+    check_softcap(softcap)
     if isinstance(cache, LayerCache):
         refuse_gradients("decode_attention", (query, rotation, sink_logits))
     queries = _grouped(query[:, None], cache)
     position = (cache.lengths - 1)[:, None]
-    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window, softcap)
     return _finish(partials, sink_logits, outgrown(cache))[:, 0]
 
 
@@ -69,28 +79,30 @@ def chunk_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of a chunk of new tokens over the stored tokens and, causally and exactly, over the chunk.
 
     query [B, T, N, D], key and value [B, T, K, D] -> float32 [B, T, N, D]. `cache` is the state before the
     chunk; token j of sequence b stands at position lengths[b] + j. Rows at or past new_lengths[b] are
     padding: nothing attends to them and their output means nothing. Raises ShapeError, DTypeError,
-    GradientError (INT2 only).
+    ConfigError, GradientError (INT2 only).
     """
     check_query(query, cache, rotation, sink_logits)
+    check_softcap(softcap)
     check_chunk(query, key, value, cache, new_lengths)
     if isinstance(cache, LayerCache):
         refuse_gradients("chunk_attention", (query, key, value, rotation, sink_logits))
     queries = _grouped(query, cache)
     step = torch.arange(query.shape[1], device=query.device)
     position = cache.lengths[:, None] + step
-    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window)
+    partials = _stored(queries, cache, rotation, position, softmax_scale, sliding_window, softcap)
 
     def mask(rows: Tensor) -> Tensor:  # indices [S] -> [B, T, S]
         seen = (step[None, :, None] >= rows) & (rows < new_lengths[:, None, None])
         return seen if sliding_window is None else seen & (step[None, :, None] - rows < sliding_window)
 
-    partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale))
+    partials.append(_blocks(queries, key, value, mask, new_lengths.max(), softmax_scale, softcap))
     return _finish(partials, sink_logits, outgrown(cache, new_lengths, query.shape[1]))
 
 
@@ -106,6 +118,11 @@ def merge_partials(partials: list[Partial]) -> Partial:
     for p, w in zip(partials, weight):
         out = out + p.out * w[..., None]
     return Partial(out, top + torch.log(total))
+
+
+def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores bent so that none exceeds the cap in size; None leaves them as they are."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 @exact_arithmetic
@@ -134,6 +151,7 @@ def _stored(
     position: Tensor,
     softmax_scale: float,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> list[Partial]:
     """Partials over everything a cache holds; `position` int32 [B, T] is where each query stands."""
 
@@ -151,7 +169,7 @@ def _stored(
             return visible(newest - (newest - rows) % slots)
 
         used = cache.lengths.max()
-        return [_blocks(queries, cache.key, cache.value, mask, used, softmax_scale)]
+        return [_blocks(queries, cache.key, cache.value, mask, used, softmax_scale, softcap)]
 
     assert rotation is not None
     token = window_positions(cache).flatten(1)
@@ -159,9 +177,10 @@ def _stored(
     def flat(window: Tensor) -> Tensor:  # -> [B, slots * 64, K, D]
         return window[cache.window_table].transpose(2, 3).flatten(1, 2)
 
-    window = _rows(queries, flat(cache.window_key), flat(cache.window_value), visible(token), softmax_scale)
+    window_rows = flat(cache.window_key), flat(cache.window_value)
+    window = _rows(queries, *window_rows, visible(token), softmax_scale, softcap)
     first = None if sliding_window is None else position.min() - sliding_window + 1 - cache.config.sink_tokens
-    return [_history(queries, cache, rotation, visible, first, softmax_scale), window]
+    return [_history(queries, cache, rotation, visible, first, softmax_scale, softcap), window]
 
 
 class _Running(NamedTuple):
@@ -179,6 +198,7 @@ def _history(
     visible: Callable[[Tensor], Tensor],
     first: Tensor | None,
     softmax_scale: float,
+    softcap: float | None,
 ) -> Partial:
     """Partial over the INT2 pages of every sequence; no query sees tokens of the history before `first`."""
     device, columns = queries.device, cache.page_table.shape[1]
@@ -198,7 +218,7 @@ def _history(
         scores = torch.einsum("btkgd,bpksd->btkgps", rotated, codes)
         scores = scores * key_scale.transpose(1, 2)[:, None, :, None]
         scores = scores + torch.einsum("btkgd,bpkd->btkgp", queries, page_mean)[..., None]
-        weights, running = _advance(running, scores.flatten(4) * softmax_scale, mask)
+        weights, running = _advance(running, cap_scores(scores.flatten(4) * softmax_scale, softcap), mask)
         # Pages that are not part of the sequence may hold anything; 0 * NaN must not reach the output.
         value_scale = torch.where(live[:, :, None, None], cache.value_scale[table], 0).float()
         weights = weights.reshape(scores.shape) * value_scale.transpose(1, 2)[:, None, :, None]
@@ -217,19 +237,20 @@ def _blocks(
     mask: Callable[[Tensor], Tensor],
     used: Tensor,
     softmax_scale: float,
+    softcap: float | None,
 ) -> Partial:
     """Partial over the first `used` rows of key, value [B, S, K, D]; mask: row indices -> [B, T, rows]."""
     rows, size = key.shape[1], BLOCK_PAGES * PAGE
     if rows <= size:
         seen = mask(torch.arange(rows, device=key.device))
-        return _rows(queries, key, value, seen, softmax_scale)
+        return _rows(queries, key, value, seen, softmax_scale, softcap)
     running = _nothing(queries)
     for low in range(0, min(rows, _number(used, rows)), size):
         high = min(low + size, rows)
         seen = mask(torch.arange(low, high, device=key.device))
         block_key, block_value = (_seen_rows(x[:, low:high], seen) for x in (key, value))
         scores = torch.einsum("btkgd,bskd->btkgs", queries, block_key) * softmax_scale
-        weights, running = _advance(running, scores, seen)
+        weights, running = _advance(running, cap_scores(scores, softcap), seen)
         out = torch.einsum("btkgs,bskd->btkgd", weights, block_value)
         running = running._replace(out=running.out + out)
     return Partial(*_settle(running))
@@ -266,11 +287,18 @@ def _settle(running: _Running) -> tuple[Tensor, Tensor]:
     return running.out / torch.where(total == 0, 1.0, total), (running.top + torch.log(total))[..., 0]
 
 
-def _rows(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, softmax_scale: float) -> Partial:
+def _rows(
+    queries: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> Partial:
     """Partial over plain rows: key, value [B, S, K, D], mask [B, T, S]."""
     key, value = _seen_rows(key, mask), _seen_rows(value, mask)
     scores = torch.einsum("btkgd,bskd->btkgs", queries, key) * softmax_scale
-    weights, lse = _softmax(scores, mask)
+    weights, lse = _softmax(cap_scores(scores, softcap), mask)
     return Partial(torch.einsum("btkgs,bskd->btkgd", weights, value), lse)
 
 

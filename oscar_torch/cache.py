@@ -28,6 +28,7 @@ from .layer_cache import (
     check_query,
     check_rotation,
     check_rows,
+    check_softcap,
     outgrown,
     recent_slot,
 )
@@ -116,6 +117,7 @@ def attend[Cache: LayerCache | DenseCache](
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Cache]:
     """Attends with new tokens and stores them: the one call a decoder layer makes.
@@ -123,17 +125,24 @@ def attend[Cache: LayerCache | DenseCache](
     query [B, T, N, D], key and value [B, T, K, D], new_lengths int32 [B] (rows past it are padding) ->
     rows [B, T, N, D] in the query's dtype, computed in float32, and the cache with the rows appended. One
     token is stored first and then attends to all that is stored; a chunk attends to the cache as it was and,
-    exactly, to itself. Raises what `append_rows` raises, before anything runs.
+    exactly, to itself. `softcap` is that of `attention.decode_attention`. Raises what `append_rows` raises,
+    before anything runs.
     """
     check_query(query, cache, rotation, sink_logits)
     check_chunk(query, key, value, cache, new_lengths)
+    check_softcap(softcap)
     if isinstance(cache, LayerCache):
         if query.shape[2] != cache.config.num_query_heads:
             raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
         refuse_gradients("attend", (query, key, value, sink_logits))
     ops.check_implementation(implementation)
-    check_capacity(cache, new_lengths, key.shape[1])
-    options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    if isinstance(cache, LayerCache):
+        ops.check_softcap_kernel(implementation, softcap)
+    check_capacity(cache, new_lengths)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits,
+        "softcap": softcap,
+    }  # fmt: skip
     if query.shape[1] == 1:
         cache = _append(cache, rotation, key, value, new_lengths, implementation)
         out = ops.decode_attention(query[:, 0], cache, rotation, implementation=implementation, **options)

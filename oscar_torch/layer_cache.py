@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .core import cache_format as fmt
 from .core.config import CacheConfig
-from .core.errors import DTypeError, ShapeError
+from .core.errors import ConfigError, DTypeError, ShapeError
 
 PAGE = fmt.PAGE_TOKENS
 
@@ -162,6 +162,12 @@ def check_query(
         _require_float("sink_logits", sink_logits)
     if isinstance(cache, LayerCache):
         check_rotation(cache, rotation)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises ConfigError unless a soft cap of attention scores is positive, or None for none."""
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap = {softcap!r}, allowed: > 0, or None for none")
 
 
 def check_chunk(

@@ -86,7 +86,7 @@ def decode_attention(
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernels = DECODE_ATTENTION
+        kernels = _serving(DECODE_ATTENTION, implementation, options)
         refuse_gradients("decode_attention", query)
     choice = _choose(implementation, query, kernels, _decode_reference)
     return choice(query, cache, rotation, dtype=query.dtype, **options)
@@ -110,7 +110,7 @@ def chunk_attention(
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
-        kernels = CHUNK_ATTENTION
+        kernels = _serving(CHUNK_ATTENTION, implementation, options)
         refuse_gradients("chunk_attention", (query, key, value))
     choice = _choose(implementation, query, kernels, attention.chunk_attention)
     return choice(query, key, value, cache, rotation, **options).to(query.dtype)
@@ -121,6 +121,15 @@ def check_implementation(implementation: str | None) -> None:
     if implementation not in (*IMPLEMENTATIONS, None):
         raise ConfigError(
             f"implementation = {implementation!r}, allowed: {', '.join(IMPLEMENTATIONS)} or None"
+        )
+
+
+def check_softcap_kernel(implementation: str | None, softcap: float | None) -> None:
+    """Raises NotImplementedError where a kernel is named that is to cap scores: none can."""
+    if softcap is not None and implementation not in ("eager", None):
+        raise NotImplementedError(
+            f"implementation = {implementation!r} with softcap = {softcap}: no kernel caps scores, "
+            "allowed: 'eager' or None"
         )
 
 
@@ -147,6 +156,16 @@ def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, refere
         return reference(*args, **options)
 
     return best_available
+
+
+def _serving(kernels: Kernels, implementation: str | None, options: dict[str, Any]) -> Kernels:
+    """The kernels for a call with these options, which lose a soft cap of None: no kernel has one."""
+    if options.get("softcap") is None:
+        options.pop("softcap", None)
+        return kernels
+    check_softcap_kernel(implementation, options["softcap"])
+    _log_once("the reference runs: no kernel caps attention scores (softcap)")
+    return {}
 
 
 def _kernel(module: str, name: str) -> Callable:

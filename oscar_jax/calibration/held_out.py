@@ -82,7 +82,7 @@ def observe_sequence(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window"))
+@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _key_errors(query, positions, key, value, key_transform, query_transform, multiplier, **options):
     pages = _pad_to_pages(key)
     restored = fidelity.reconstruct_key_pages(pages, key_transform, query_transform, multiplier)[: len(key)]
@@ -90,7 +90,7 @@ def _key_errors(query, positions, key, value, key_transform, query_transform, mu
     return errors["kl"], errors["output_error"]
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window"))
+@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _value_errors(query, positions, key, value, transform, inverse, mean, multiplier, **options):
     pages = _pad_to_pages(value)
     restored = fidelity.reconstruct_value_pages(pages, transform, inverse, mean, multiplier)[: len(value)]
@@ -119,6 +119,7 @@ def choose_layer_rotation(
         "geometry": config.cache_config(),
         "softmax_scale": config.attention_scale,
         "sliding_window": config.layer_windows[layer],
+        "softcap": config.attention_softcap,
     }
     heads = config.num_key_value_heads if per_head else 1
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..attention import cap_scores
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 
@@ -120,6 +121,7 @@ def attend_rows(
     config: CacheConfig,
     softmax_scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attention over the first `stored` tokens, each query reading INT2 where it would in decoding.
 
@@ -139,7 +141,7 @@ def attend_rows(
 
     def accumulate(carry: Partial, key: jax.Array, value: jax.Array, mask: jax.Array) -> Partial:
         scores = jnp.einsum("bkgtd,bksd->bkgts", queries, key, precision=lax.Precision.HIGHEST)
-        scores = jnp.where(mask, scores, -jnp.inf)
+        scores = jnp.where(mask, cap_scores(scores, softcap), -jnp.inf)
         top = jnp.maximum(carry.top, scores.max(axis=-1))
         shared = jnp.where(jnp.isfinite(top), top, 0.0)
         weights = jnp.exp(scores - shared[..., None])
@@ -193,14 +195,19 @@ def attend_rows(
 
 
 def attend_own(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, softmax_scale: float
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    softmax_scale: float,
+    softcap: float | None = None,
 ) -> Partial:
     """Attention over few exact rows: query [B, T, N, D], key and value [B, S, K, D], mask bool [B, T, S]."""
     queries = group_queries(query, key.shape[2]) * softmax_scale
     scores = jnp.einsum(
         "bkgtd,bskd->bkgts", queries, key.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(mask[:, None, None], cap_scores(scores, softcap), -jnp.inf)
     top = scores.max(axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
     total = jnp.einsum(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..attention import cap_scores
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..quantize import dequantize_key_pages, dequantize_value_pages, quantize_key_pages, quantize_value_pages
@@ -197,6 +198,7 @@ def attention_error(
     geometry: CacheConfig,
     softmax_scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> dict[str, jax.Array]:
     """KL of attention weights and relative error of the attention output, per key/value head.
 
@@ -217,8 +219,10 @@ def attention_error(
 
     def one_head(arguments: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, k_coded, v_coded = arguments  # [G, T, D], [S, D] x 4
-        exact = jnp.einsum("gtd,sd->gts", q, k, precision=PRECISION) * softmax_scale
-        mixed = jnp.einsum("gtd,sd->gts", q, k_coded, precision=PRECISION) * softmax_scale
+        exact, mixed = (
+            cap_scores(jnp.einsum("gtd,sd->gts", q, rows, precision=PRECISION) * softmax_scale, softcap)
+            for rows in (k, k_coded)
+        )
         log_p = jax.nn.log_softmax(jnp.where(visible, exact, -jnp.inf), axis=-1)
         log_q = jax.nn.log_softmax(jnp.where(visible, jnp.where(coded, mixed, exact), -jnp.inf), axis=-1)
         p, weights = jnp.exp(log_p), jnp.exp(log_q)

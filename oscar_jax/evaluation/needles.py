@@ -110,7 +110,9 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
                 mask = slots <= tiled[..., None]
                 if window is not None:
                     mask &= slots > tiled[..., None] - window
-                own = attend_own(query, state[0], state[1], mask, config.attention_scale)
+                own = attend_own(
+                    query, state[0], state[1], mask, config.attention_scale, config.attention_softcap
+                )
                 before = attend_rows(
                     query.reshape(methods, count * steps, *query.shape[2:]),
                     rows[layer],
@@ -119,6 +121,7 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
                     config=config.cache_config(),
                     softmax_scale=config.attention_scale,
                     sliding_window=window,
+                    softcap=config.attention_softcap,
                 )
                 return finish([_per_question(before, count), own], **sinks), state
 

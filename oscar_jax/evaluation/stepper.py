@@ -154,6 +154,7 @@ def attend_and_store(
         config=config.cache_config(),
         softmax_scale=config.attention_scale,
         sliding_window=config.layer_windows[layer],
+        softcap=config.attention_softcap,
     )
     return part, stored
 
@@ -201,12 +202,13 @@ def layer_error(
         geometry=config.cache_config(),
         softmax_scale=config.attention_scale,
         sliding_window=config.layer_windows[layer],
+        softcap=config.attention_softcap,
     )
     return {name: float(np.asarray(values).mean()) for name, values in errors.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window"))
-def _layer_error(query, positions, key, value, rotation, *, geometry, softmax_scale, sliding_window):
+@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
+def _layer_error(query, positions, key, value, rotation, **options):
     if isinstance(rotation, fidelity.AsymmetricRecipe):
         restored = fidelity.reconstruct_rows(key, value, rotation)
     else:
@@ -217,9 +219,7 @@ def _layer_error(query, positions, key, value, rotation, *, geometry, softmax_sc
         key,
         value,
         *restored,
-        geometry=geometry,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
+        **options,
     )
 
 

@@ -54,6 +54,7 @@ class CachedAttention:
             new_lengths=self.new_lengths,
             softmax_scale=self.config.attention_scale,
             sliding_window=self.config.layer_windows[layer],
+            softcap=self.config.attention_softcap,
             implementation=self.implementation,
             **sinks,
         )

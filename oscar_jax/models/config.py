@@ -48,6 +48,7 @@ class ModelConfig:
     qk_norm: str = ""  # one of QK_NORMS
     norms: tuple[str, ...] = ("input_layernorm", "pre_feedforward_layernorm")  # of NORMS
     norm_plus_one: bool = False  # Hugging Face stores w of (1 + w); the loaders add the one
+    attention_softcap: float | None = None  # c: scaled scores x become c * tanh(x / c)
     attention_sinks: bool = False  # a logit per query head that takes part in the softmax and has no value
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers without experts
@@ -55,6 +56,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies what attention and MLP add
     logit_scale: float = 1.0
+    logit_softcap: float | None = None  # the same of the logits
     tie_embeddings: bool = False
     bos_token_id: int | None = None  # put before every text, None: nothing
     eos_token_ids: tuple[int, ...] = ()
@@ -68,6 +70,9 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name} = {value!r}, allowed: {', '.join(map(repr, allowed))}")
+        for name, cap in (("attention", self.attention_softcap), ("logit", self.logit_softcap)):
+            if cap is not None and not cap > 0:
+                raise ConfigError(f"{name}_softcap = {cap!r}, allowed: > 0, or None for none")
         if self.num_layers < 1 or self.vocab_size < 1 or self.hidden_size < 1 or self.intermediate_size < 1:
             raise ConfigError(
                 f"layers, vocabulary and widths must be positive: {self.num_layers} layers, vocabulary "

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..attention import cap_scores
 from ..core.errors import ShapeError
 from .config import ModelConfig
 from .experts import SparseMLP
@@ -45,8 +46,9 @@ class Attention(Protocol):
       state   the layer's new state, handed back by the decoder in a list in layer order.
 
     Rows past a sequence's end (right padding) are passed through as they are; a strategy that sums over rows
-    must mask them itself. The scale is `config.attention_scale`, the window `config.layer_windows[layer]`
-    (None: all; w: a query sees the last w tokens, itself included).
+    must mask them itself. The scale is `config.attention_scale`, the cap of scaled scores
+    `config.attention_softcap`, the window `config.layer_windows[layer]` (None: all; w: a query sees the last
+    w tokens, itself included).
     """
 
     def __call__(
@@ -69,7 +71,8 @@ class CausalAttention:
     ) -> tuple[jax.Array, Any]:
         """Attention of one layer; see `Attention`. Returns float32 [B, T, N, D] and `state` unchanged."""
         window = self.config.layer_windows[layer]
-        return causal_attention(query, key, value, self.config.attention_scale, window, **sinks), state
+        scale, softcap = self.config.attention_scale, self.config.attention_softcap
+        return causal_attention(query, key, value, scale, window, softcap=softcap, **sinks), state
 
 
 class CapturingAttention:
@@ -89,7 +92,7 @@ class CapturingAttention:
         return out, (state, (query, key, value))
 
 
-@functools.partial(jax.jit, static_argnames=("softmax_scale", "window"))
+@functools.partial(jax.jit, static_argnames=("softmax_scale", "window", "softcap"))
 def causal_attention(
     query: jax.Array,
     key: jax.Array,
@@ -97,11 +100,13 @@ def causal_attention(
     softmax_scale: float,
     window: int | None,
     sink_logits: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Causal softmax attention in float32, query blocks of 512 one after the other.
 
     query [B, T, N, D], key and value [B, T, K, D]; `window` as in `ModelConfig.layer_windows`;
-    `sink_logits` float32 [N] as in `Attention`. Returns float32 [B, T, N, D].
+    `sink_logits` float32 [N] as in `Attention`; `softcap` as in
+    `ModelConfig.attention_softcap`. Returns float32 [B, T, N, D].
     """
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -120,7 +125,7 @@ def causal_attention(
         if window is not None:
             visible &= stored > at - window
         scores = jnp.einsum("btkgd,bskd->bkgts", query[:, index], key, precision=jax.lax.Precision.HIGHEST)
-        scores = jnp.where(visible, scores, -jnp.inf)
+        scores = jnp.where(visible, cap_scores(scores, softcap), -jnp.inf)
         if sink_logits is None:
             weights = jax.nn.softmax(scores, axis=-1)
         else:
@@ -319,4 +324,5 @@ class Decoder(nnx.Module):
         else:
             weights = self.lm_head.kernel[...].astype(self.dtype)
         logits = jnp.matmul(hidden, weights, precision=self.precision, preferred_element_type=jnp.float32)
-        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+        logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+        return cap_scores(logits, self.config.logit_softcap)

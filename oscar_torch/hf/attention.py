@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention import cap_scores
 from ..core.errors import ConfigError, ShapeError
 from .layer import ATTENTION, OscarLayer, forget_handover, take_announced, take_mask_request
 from .static_layer import StaticLayer, traced
@@ -48,7 +49,8 @@ def oscar_attention(
     """Attention over an OscarCache: query [B, N, T, D], key, value [B, K, T, D] -> [B, T, N, D].
 
     The output has the query's dtype. `s_aux` [N] are attention-sink logits. Without an OscarCache behind the
-    keys this is transformers' "sdpa", gradients included; with one it is for inference only. Raises
+    keys this is transformers' "sdpa" (which knows no `softcap`: then the same in plain operations), gradients
+    included; with one it is for inference only. Raises
     ConfigError and ShapeError, with nothing stored, for what the cache cannot honour.
     """
     options: dict[str, Any] = {
@@ -70,11 +72,13 @@ def _attend(
     """`oscar_attention` where no compiler is tracing."""
     layer = take_announced(key)
     if layer is None:
-        if softcap is not None:
-            raise ConfigError(f"attention with softcap = {softcap!r}, allowed: None")
         if attention_mask is not None and attention_mask.ndim == 2:
             raise ConfigError("the mask was made for an OscarCache, but no OscarCache got these keys")
         options = kwargs | {"scaling": scaling, "position_bias": position_bias}
+        if softcap is not None:
+            if s_aux is not None or position_bias is not None:
+                raise ConfigError(f"softcap = {softcap} beside s_aux or position_bias, allowed: alone")
+            return _softcapped(query, key, value, attention_mask, softcap, scaling), None
         if s_aux is not None:
             return _sdpa_with_sinks(module, query, key, value, attention_mask, s_aux, **options)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -93,9 +97,8 @@ def _over_cache(
     softcap: float | None, s_aux: Tensor | None, position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention over the rows of `layer`, which stores the new ones; a static cache's step is traced."""
-    for name, given in (("softcap", softcap), ("position_bias", position_bias)):
-        if given is not None:
-            raise ConfigError(f"attention with {name} = {given!r}, allowed: None")
+    if position_bias is not None:
+        raise ConfigError(f"attention with position_bias = {position_bias!r}, allowed: None")
     if module.training:
         raise ConfigError("model.training = True, allowed: False (call model.eval())")
     if sliding_window is not None and sliding_window != layer.sliding_window:
@@ -107,14 +110,16 @@ def _over_cache(
     softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = None if s_aux is None else s_aux.float()
     if isinstance(layer, StaticLayer) and query.shape[2] == 1:
-        return layer.step(query, key, value, real, softmax_scale=softmax_scale, sink_logits=sink_logits)
-    return _store_and_attend(layer, query, key, value, real, softmax_scale, sink_logits)
+        return layer.step(
+            query, key, value, real, softmax_scale=softmax_scale, sink_logits=sink_logits, softcap=softcap
+        )
+    return _store_and_attend(layer, query, key, value, real, softmax_scale, sink_logits, softcap)
 
 
 @outside_graphs
 def _store_and_attend(
     layer: OscarLayer, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None,
-    softmax_scale: float, sink_logits: Tensor | None,
+    softmax_scale: float, sink_logits: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     return layer.attend(
         query.transpose(1, 2),
@@ -123,6 +128,7 @@ def _store_and_attend(
         None if real is None else real.to(query.device, torch.bool),
         softmax_scale=softmax_scale,
         sink_logits=sink_logits,
+        softcap=softcap,
     )
 
 
@@ -292,6 +298,26 @@ def _sdpa_with_sinks(
     key, value = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return sdpa(module, query, key, value, torch.cat([bias, sink], dim=-1), **options)
+
+
+def _softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    softcap: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attention whose scaled scores x become softcap * tanh(x / softcap), which "sdpa" would leave out."""
+    columns, stored, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (rows.repeat_interleave(group, dim=1) for rows in (key, value))
+    if attention_mask is None:
+        step = torch.arange(columns, device=query.device)[:, None] + (stored - columns)
+        attention_mask = torch.arange(stored, device=query.device) <= step
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = cap_scores(scores, softcap).masked_fill(~attention_mask, torch.finfo(query.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _check_foreign(cache: Cache | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .. import ops
 from ..cache import live_bytes
 from ..core import cache_format as fmt
 from ..core.errors import ConfigError
@@ -57,6 +58,8 @@ class OscarCache(Cache):
             validate_rotation_set(rotations)
         else:
             rotations = load_rotation_set(rotations)
+        ops.check_implementation(implementation)
+        ops.check_softcap_kernel(implementation, getattr(text_config, "attn_logit_softcapping", None))
         int2 = list(window_policy.int2_layers(windows))
         fingerprint = None
         if model is not None and model_id is None and rotations.header.extra.get(FINGERPRINT_FIELD):

@@ -24,8 +24,6 @@ def layer_windows(config: Any) -> list[int | None]:
         raise refuse("encoder-decoder")
     if getattr(text, "kv_lora_rank", None):
         raise refuse(f"multi-head latent attention (kv_lora_rank = {text.kv_lora_rank})")
-    if getattr(text, "attn_logit_softcapping", None):
-        raise refuse(f"soft-capped attention (attn_logit_softcapping = {text.attn_logit_softcapping})")
     if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
         raise refuse("bidirectional attention")
     if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):

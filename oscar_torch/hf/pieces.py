@@ -64,6 +64,7 @@ def attend_in_pieces(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attends to a prompt and stores it: query [B, T, N, D], key, value [B, T, K, D] -> like query.
 
@@ -73,7 +74,10 @@ def attend_in_pieces(
     batch, columns = query.shape[:2]
     device = query.device
     check_rows(store, key, value, store.lengths)
-    options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits}
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits,
+        "softcap": softcap,
+    }  # fmt: skip
     together = real is None and len(set(lengths)) == 1
     order = None
     if real is not None:  # columns of the tokens first, in their order

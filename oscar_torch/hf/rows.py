@@ -1,8 +1,8 @@
 """Attention over the cache of a transformers layer; BF16 rows (rings) through Torch's own kernels.
 
 INT2 pages have kernels behind `ops`. Rings have the float32 reference there, which is what every other
-implementation is compared with; on a CUDA device they take `scaled_dot_product_attention` here, unless the
-reference is asked for by name.
+implementation is compared with; on a CUDA device they take `scaled_dot_product_attention` here, unless
+scores are capped or the reference is asked for by name.
 """
 
 from typing import Any
@@ -23,13 +23,14 @@ def decode_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """`ops.decode_attention`: query [B, N, D] -> [B, N, D], waiting for no device."""
-    if not _through_torch(query, store, implementation):
+    if softcap is not None or not _through_torch(query, store, implementation):
         return ops.decode_attention(
             query, store, rotation, softmax_scale=softmax_scale, sliding_window=sliding_window,
-            sink_logits=sink_logits, implementation=implementation,
+            sink_logits=sink_logits, softcap=softcap, implementation=implementation,
         )  # fmt: skip
     return ring_attention(
         query[:, None], None, None, store, new_lengths=None, softmax_scale=softmax_scale,
@@ -48,13 +49,15 @@ def chunk_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """`ops.chunk_attention`: query [B, T, N, D], key, value [B, T, K, D] -> [B, T, N, D]."""
-    if not _through_torch(query, store, implementation):
+    if softcap is not None or not _through_torch(query, store, implementation):
         return ops.chunk_attention(
             query, key, value, store, rotation, new_lengths=new_lengths, softmax_scale=softmax_scale,
-            sliding_window=sliding_window, sink_logits=sink_logits, implementation=implementation,
+            sliding_window=sliding_window, sink_logits=sink_logits, softcap=softcap,
+            implementation=implementation,
         )  # fmt: skip
     return ring_attention(
         query, key, value, store, new_lengths=new_lengths, softmax_scale=softmax_scale,

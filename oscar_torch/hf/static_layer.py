@@ -440,6 +440,7 @@ class StaticLayer(OscarLayer):
         *,
         softmax_scale: float,
         sink_logits: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """One column: query [B, N, 1, D], key, value [B, K, 1, D], real [B, 1] or None -> [B, 1, N, D].
 
@@ -453,7 +454,9 @@ class StaticLayer(OscarLayer):
             raise ShapeError(f"a batch of {query.shape[0]} for a cache of {layout.batch} sequences")
         if self.record_past:  # no compiler is tracing then
             columns = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-            options = {"softmax_scale": softmax_scale, "sink_logits": sink_logits}
+            options: dict[str, Any] = {
+                "softmax_scale": softmax_scale, "sink_logits": sink_logits, "softcap": softcap,
+            }  # fmt: skip
             return self.attend(*columns, None if real is None else real.to(torch.bool), **options)
         new_lengths = ledger.ones if real is None else real.reshape(layout.batch).to(torch.int32)
         if torch.compiler.is_compiling():
@@ -461,13 +464,14 @@ class StaticLayer(OscarLayer):
                 ledger.device_columns.add_(1)
             return decode_step_op(
                 query, key, value, new_lengths, self.buffer, list(layout), self.ring, softmax_scale,
-                self.sliding_window, sink_logits, self.implementation,
+                self.sliding_window, sink_logits, softcap, self.implementation,
             )  # fmt: skip
         if self.leading:
             ledger.count_step(real is not None)
         return decode_step(
             query, key, value, new_lengths, self.state, softmax_scale=softmax_scale,
-            sliding_window=self.sliding_window, sink_logits=sink_logits, implementation=self.implementation,
+            sliding_window=self.sliding_window, sink_logits=sink_logits, softcap=softcap,
+            implementation=self.implementation,
         )  # fmt: skip
 
     # Taking back, other batches.

@@ -132,6 +132,7 @@ def decode_step(
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Stores one row per sequence and attends: query [B, N, 1, D], key, value [B, K, 1, D] -> [B, 1, N, D].
@@ -148,7 +149,8 @@ def decode_step(
         )
     out = decode_attention(
         query[:, :, 0], state.store, state.rotation, softmax_scale=softmax_scale,
-        sliding_window=sliding_window, sink_logits=sink_logits, implementation=implementation,
+        sliding_window=sliding_window, sink_logits=sink_logits, softcap=softcap,
+        implementation=implementation,
     )  # fmt: skip
     return out[:, None]
 
@@ -178,13 +180,14 @@ def decode_step_op(
     softmax_scale: float,
     sliding_window: int | None,
     sink_logits: Tensor | None,
+    softcap: float | None,
     implementation: str | None,
 ) -> Tensor:
     """`decode_step` on a buffer: what a compiled model calls."""
     state = open_state(buffer, Layout(*layout), window)
     return decode_step(
         query, key, value, new_lengths, state, softmax_scale=softmax_scale, sliding_window=sliding_window,
-        sink_logits=sink_logits, implementation=implementation,
+        sink_logits=sink_logits, softcap=softcap, implementation=implementation,
     )  # fmt: skip
 
 
@@ -200,6 +203,7 @@ def _(
     softmax_scale: float,
     sliding_window: int | None,
     sink_logits: Tensor | None,
+    softcap: float | None,
     implementation: str | None,
 ) -> Tensor:
     batch, heads, _, head_dim = query.shape

@@ -117,6 +117,27 @@ def test_sink_logits(case: Case, size: float) -> None:
     check_chunk(case, 3, sink_logits=logits, sliding_window=200)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap(case: Case, softcap: float) -> None:
+    """Scores bent by a tanh, strongly and hardly, in every segment; beside sink logits and a window."""
+    check_decode(case, 2, softcap=softcap)
+    check_chunk(case, 2, softcap=softcap, sliding_window=370, sink_logits=np.ones(2 * HEADS, np.float32))
+
+
+def test_kernels_refuse_a_softcap_by_name(framework: Framework) -> None:
+    """A named kernel does not drop the cap, a wrong one is no cap; nothing is stored."""
+    errors = framework.module("core.errors")
+    case = Case(framework, query_heads=2 * HEADS)
+    arguments = [queries(1, 2), *(bits[:, :1] for bits in case.new)]
+    options = {"new_lengths": np.ones(case.batch, np.int32), "softmax_scale": SCALE}
+    kernel = "mosaic_gpu" if framework.name == "jax" else "triton"
+    with pytest.raises(NotImplementedError, match=f"implementation = '{kernel}' with softcap = 3.0"):
+        case.cache.attend(*arguments, softcap=3.0, implementation=kernel, **options)
+    with pytest.raises(errors.ConfigError, match=r"softcap = 0\.0, allowed: > 0"):
+        case.cache.attend(*arguments, softcap=0.0, **options)
+    assert case.cache.field("lengths").tolist() == list(LENGTHS)
+
+
 def test_other_windows(framework: Framework) -> None:
     """No sink and one recent page: almost everything is read from INT2 pages."""
     case = Case(framework, sink_tokens=0, recent_tokens=64)
@@ -129,6 +150,7 @@ def test_dense_cache(framework: Framework) -> None:
     case = Case(framework, dense=True)
     check_decode(case, 3)
     check_chunk(case, 3, sliding_window=100, sink_logits=np.ones(3 * HEADS, np.float32))
+    check_decode(case, 3, softcap=0.5)
 
 
 @pytest.mark.parametrize("tokens", [1, TOKENS])

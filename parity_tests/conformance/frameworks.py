@@ -282,7 +282,9 @@ class PackageCache:
         The window is an array like the rest, so that JAX compiles once for all windows.
         """
         with self.framework.device_context(self.device):
-            static = [option for option in ("softmax_scale", "implementation") if option in options]
+            static = [
+                option for option in ("softmax_scale", "softcap", "implementation") if option in options
+            ]
             run = self.framework.compiled(getattr(self.framework.module(module), name), *static)
             for option in ("sink_logits", "new_lengths", "sliding_window"):
                 if options.get(option) is not None:

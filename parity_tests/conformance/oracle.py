@@ -327,11 +327,13 @@ def attention(
     first_position: int | None = None,
     sliding_window: int | None = None,
     sink_logits: np.ndarray | None = None,
+    softcap: float | None = None,
 ) -> np.ndarray:
     """Dense causal attention in float64: query [T, N, D] over key and value [L, K, D], output [T, N, D].
 
     Query row i stands at position `first_position + i` (by default the queries are the last T tokens) and
     sees positions p - sliding_window < j <= p. `sink_logits` [N] enter the denominator alone.
+    With a softcap of c a scaled score x counts as c * tanh(x / c).
     """
     tokens, query_heads, _ = query.shape
     length, heads, _ = key.shape
@@ -343,6 +345,8 @@ def attention(
         visible &= stored > position - sliding_window
     q = query.astype(np.float64).reshape(tokens, heads, group, -1)
     scores = np.einsum("tkgd,lkd->kgtl", q, key.astype(np.float64)) * softmax_scale
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
     scores = np.where(visible, scores, -np.inf)
     peak = scores.max(axis=-1, keepdims=True)
     if sink_logits is not None:

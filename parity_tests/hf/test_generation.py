@@ -34,7 +34,7 @@ from parity_tests.hf.tiny import (  # noqa: E402
 pytestmark = pytest.mark.hf
 
 
-@pytest.mark.parametrize("family", [*MODELS, "gpt_oss"])
+@pytest.mark.parametrize("family", [*MODELS, "gemma2", "gpt_oss"])
 def test_short_sequences_equal_the_dense_cache(family):
     """[22, 32] Below sink + recent nothing is quantized: same logits as a dense cache of bf16 rows."""
     (ids,) = prompts(70)
@@ -47,6 +47,18 @@ def test_short_sequences_equal_the_dense_cache(family):
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), **TOLERANCE)
     assert model.config.to_dict() == before  # [23]
+
+
+def test_the_oracle_sees_a_soft_cap():
+    """A cap left out must not pass the comparison above."""
+    (ids,) = prompts(70)
+    with torch.no_grad():
+        capped, free = (
+            make_model("gemma2", attn_logit_softcapping=cap)(ids, use_cache=False).logits
+            for cap in (0.5, None)
+        )
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(capped, free, **TOLERANCE)
 
 
 def test_the_oracle_can_tell():

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.hf
     [
         (tf.T5Config(), "encoder-decoder"),
         (tf.DeepseekV3Config(), "kv_lora_rank = 512"),
-        (tf.Gemma2Config(), "attn_logit_softcapping = 50.0"),
         (tf.Qwen3NextConfig(), "layer 0 is 'linear_attention'"),
         (tf.JambaConfig(), "layer 0 is '(linear_attention|mamba)'"),
         (tf.Gemma3nTextConfig(), "share another layer's keys and values"),
@@ -78,6 +77,14 @@ def test_the_fingerprint_decides_whose_rotations_these_are():
     hf_cache.OscarCache(rotations, other, model_id="some/name")
     with pytest.raises(CheckpointError, match="'other/renamed'"):
         hf_cache.OscarCache(rotations, model.config)  # a config has no weights, the name is all there is
+
+
+def test_a_kernel_named_for_capped_scores_is_refused():
+    model = make_model("gemma2")
+    with pytest.raises(NotImplementedError, match=r"implementation = 'triton' with softcap = 0\.5: no"):
+        make_cache(model, implementation="triton")
+    with pytest.raises(ConfigError, match="implementation = 'cuda'"):
+        make_cache(model, implementation="cuda")
 
 
 def test_misuse_is_refused():

@@ -64,6 +64,19 @@ def test_packed_sequences_equal_sdpa():
     assert torch.equal(found, expected)
 
 
+def test_soft_caps_are_not_lost():
+    """transformers' sdpa caps no scores: the model's eager attention is the oracle, gradients included."""
+    ids, mask = left_padded(prompts(70, 45))
+    found = []
+    for attention in ("eager", "oscar"):
+        model = make_model("gemma2", attention)
+        out = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        out.square().mean().backward()
+        found.append((out.detach(), model.model.layers[0].self_attn.q_proj.weight.grad))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_sinks_are_not_lost(padded):
     """transformers' sdpa knows no sink logits: here the model's eager attention is the oracle."""

@@ -40,6 +40,11 @@ FAMILIES = {
         tf.Gemma3ForCausalLM,
         {"head_dim": 16, "query_pre_attn_scalar": 16, **SLIDING},
     ),
+    "gemma2": (  # a cap small enough to bend what random weights give
+        tf.Gemma2Config,
+        tf.Gemma2ForCausalLM,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5, **SLIDING},
+    ),
     "gpt_oss": (
         tf.GptOssConfig,
         tf.GptOssForCausalLM,
@@ -58,7 +63,8 @@ def make_model(family, attention="oscar", **changes):
     if family == "gpt_oss":  # sinks start at zero, which would hide their absence from every other layer
         for layer in model.model.layers:
             torch.nn.init.uniform_(layer.self_attn.sinks, 2.0, 6.0)
-    if family == "gemma3":  # with norms at their initial zero every position predicts the same token
+    if family in ("gemma2", "gemma3"):
+        # with norms at their initial zero every position predicts the same token
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 torch.nn.init.normal_(parameter, std=0.5)

@@ -471,7 +471,7 @@ def test_published_configs_mean_the_same_as_in_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, "architecture 'mamba2' is not supported, allowed: gemma3"),
+        ({"model_type": "mamba2"}, "architecture 'mamba2' is not supported, allowed: gemma2"),
         ({"model_type": None}, "no model_type"),
         ({"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported, allowed: default"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "linear rope scaling: factor = '2'"),
@@ -581,7 +581,7 @@ def broken_gguf(path: Path, reference: Any) -> Iterator[tuple[str, str]]:
     path.write_bytes(whole[:4] + (77).to_bytes(4, "little") + whole[8:])
     yield "future", "GGUF version 77"
     path.write_bytes(whole.replace(key + b"llama", key + b"mamba"))
-    yield "architecture", "architecture 'mamba' is not supported, allowed: gemma3"
+    yield "architecture", "architecture 'mamba' is not supported, allowed: gemma2"
     path.write_bytes(whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_us"))
     message = "1 missing: model.layers.1.mlp.up_proj.weight; 1 extra: blk.1.ffn_us.weight"
     yield "renamed", message
