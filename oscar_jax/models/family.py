@@ -69,12 +69,38 @@ class Settings:
         return sorted(set(self._values) - self.read)
 
 
+class LazyTensor:
+    """A tensor of a checkpoint that is read, or computed, where it is indexed, and no further than that.
+
+    `read` gets one slice per axis, with whole numbers and step 1, and returns that part.
+    """
+
+    def __init__(self, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], np.ndarray]) -> None:
+        self.shape, self._read = shape, read
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) > len(self.shape) or not all(
+            isinstance(s, slice) and s.step in (None, 1) for s in index
+        ):
+            return np.asarray(self)[index]
+        ranges = [s.indices(size) for s, size in zip((*index, *[slice(None)] * len(self.shape)), self.shape)]
+        return self._read(tuple(slice(first, max(first, last)) for first, last, _ in ranges))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self._read(tuple(slice(0, size) for size in self.shape))
+        return whole if dtype is None else whole.astype(dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Tensors a checkpoint offers: shapes by Hugging Face name, and a loader that returns one of them."""
+    """Tensors a checkpoint offers: shapes by Hugging Face name, and a loader that returns one of them.
+
+    What is returned is read where it is indexed: a view of the file, or a LazyTensor.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
-    load: Callable[[str], np.ndarray]  # any float dtype, [out, in] for projections
+    load: Callable[[str], np.ndarray | LazyTensor]  # any float dtype, [out, in] for projections
     norms_include_one: bool = False  # GGUF stores Gemma's norm weights as 1 + w, Hugging Face as w
 
 

@@ -116,6 +116,11 @@ def read_hf_config(directory: Path) -> ModelConfig:
     return config_from_hf(raw, model_id=name, generation=_read_object(directory / "generation_config.json"))
 
 
+def read_quantization(directory: Path) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a directory's config.json; `config_from_hf` is what checks it."""
+    return (_read_object(directory / "config.json") or {}).get("quantization_config")
+
+
 def config_from_hf(
     raw: Mapping[str, Any], *, model_id: str, generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:

@@ -19,6 +19,7 @@ _DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,

@@ -29,7 +29,7 @@ from .decoder import Decoder
 from .family import Family, TensorSource, all_families
 from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile
-from .hf_config import read_hf_config
+from .hf_config import read_hf_config, read_quantization
 from .quantized import dequantized
 from .safetensors_file import SafetensorsFile
 from .tokenizer import leading_bos, load_tokenizer
@@ -117,7 +117,8 @@ def resolve_model_path(path: str | Path) -> Path:
 def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:
     """Configuration and tensors of a Hugging Face directory or a .gguf file; reads no weights yet."""
     if path.is_dir():
-        return settle_tying(read_hf_config(path), open_safetensors(path))
+        config = read_hf_config(path)
+        return settle_tying(config, open_safetensors(path, read_quantization(path)))
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
     try:
@@ -159,8 +160,11 @@ def settle_tying(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig
     return config, source
 
 
-def open_safetensors(directory: Path) -> TensorSource:
-    """Tensors of `model.safetensors` or of the shards named by `model.safetensors.index.json`."""
+def open_safetensors(directory: Path, quantization: Mapping[str, Any] | None = None) -> TensorSource:
+    """Tensors of `model.safetensors` or of the shards named by `model.safetensors.index.json`.
+
+    Those that a checked `quantization_config` describes are dequantized where they are indexed.
+    """
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -188,7 +192,7 @@ def open_safetensors(directory: Path) -> TensorSource:
         file, stored = place[name]
         return opened[file].load(stored)
 
-    return dequantized(TensorSource(shapes, load))
+    return dequantized(TensorSource(shapes, load), quantization)
 
 
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:

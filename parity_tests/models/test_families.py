@@ -3,7 +3,6 @@
 A family's test is one entry of TINY. `FAMILIES` of test_models.py (the first four) face more tests.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ from flax import nnx
 from oscar_jax.calibration.job import fit
 from oscar_jax.calibration.statistics import gather_statistics
 from oscar_jax.core.config import CalibrationConfig
-from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.generate import generate
-from oscar_jax.models.family import TensorSource, all_families
-from oscar_jax.models.hf_config import config_from_hf
-from oscar_jax.models.quantized import dequantized
+from oscar_jax.models.family import all_families
 from oscar_jax.models.tensors import stack_experts
 from oscar_jax.models.weights import build_model, open_checkpoint
 from oscar_jax.rotations.rotation import hadamard_rotation
@@ -87,19 +83,15 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-CALIBRATED = (
-    "gpt_oss",
-    "glm4_moe",
-    "gemma2",
-)  # sinks; experts; soft caps: what other families' layers do not have
+CALIBRATED = ("gpt_oss", "gemma2")  # sinks; soft caps. Experts (GLM-4 MoE): test_quantized.py
 
 
-def random_reference(family: str) -> Any:
+def random_reference(family: str, **changes: Any) -> Any:
     """A tiny transformers model in float32 whose every weight, biases and norms included, is random."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_TINY, **TINY[family]})
+    config = AutoConfig.for_model(family, **{**_TINY, **TINY[family], **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -254,73 +246,6 @@ def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypa
         for opened in ((config, source), open_checkpoint(tmp_path / "tiny.gguf"))
     ]
     assert np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max() <= 2e-5
-
-
-def quantize_blocks(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 values and float32 factors, one per block of `block` rows and columns."""
-    import ml_dtypes
-
-    grid = weight.reshape(weight.shape[0] // block, block, weight.shape[1] // block, block)
-    factors = np.abs(grid).max(axis=(1, 3), keepdims=True) / 448.0
-    return (grid / factors).reshape(weight.shape).astype(ml_dtypes.float8_e4m3fn), factors[:, 0, :, 0]
-
-
-def test_fp8_weights_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
-    """A GLM-4 MoE as it is published in FP8: block scales, experts one by one; logits equal transformers'."""
-    import torch
-    from safetensors.numpy import load_file
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    random_reference("glm4_moe").save_pretrained(tmp_path)
-    stored: dict[str, Any] = {}
-    for name, array in load_file(tmp_path / "model.safetensors").items():
-        stored[name] = torch.from_numpy(array.copy())
-        if array.ndim == 2 and "_proj" in name:
-            values, factors = quantize_blocks(array, 16)
-            stored[name] = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = torch.from_numpy(factors.copy())
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    raw = json.loads((tmp_path / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16)),
-    ).eval()
-    config, source = open_checkpoint(tmp_path)
-    model = build_model(config, source, dtype=jnp.float32, param_dtype=jnp.float32)
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 24))
-    with torch.no_grad():
-        theirs = reference(torch.from_numpy(tokens), use_cache=False).logits.numpy()
-    ours = np.asarray(model(jnp.asarray(tokens))[0])
-    assert np.abs(ours - theirs).max() / np.abs(theirs).max() <= LOGIT_TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"quant_method": "bitsandbytes"}, "weights quantized by 'bitsandbytes', allowed: none, fp8"),
-        ({"quant_method": "mxfp4"}, "weights quantized by 'mxfp4'"),
-        ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
-        ({"scale_fmt": "new"}, "unknown key 'scale_fmt' = 'new'"),
-    ],
-)
-def test_other_quantizations_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    raw = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", **change}}
-    with pytest.raises(ConfigError, match=message):
-        config_from_hf(raw, model_id="x")
-
-
-def test_scales_that_do_not_fit_are_named() -> None:
-    shapes = {"a.weight": (32, 32), "a.weight_scale_inv": (3, 2)}
-    source = TensorSource(shapes, lambda name: np.ones(shapes[name], np.float32))
-    with pytest.raises(CheckpointError, match=r"a.weight_scale_inv has shape \[3, 2\]"):
-        dequantized(source)
-    with pytest.raises(CheckpointError, match=r"b.weight_scale_inv has no b.weight"):
-        dequantized(TensorSource({"b.weight_scale_inv": (1, 1)}, source.load))
 
 
 def families_table() -> str:

@@ -28,8 +28,6 @@ CONFIG: dict[str, Any] = {
 def write_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
     """Writes config.json, model.safetensors and a byte tokenizer; `changes` override the config."""
     from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     config = CONFIG | changes
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,6 +59,14 @@ def write_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
             f"{name}mlp.down_proj.weight": random(hidden, config["intermediate_size"]),
         }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_byte_tokenizer(directory)
+    return directory
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """A tokenizer whose tokens are the 256 bytes, 256 for <bos> and 257 for <eos>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
@@ -74,4 +80,3 @@ def write_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(
         directory
     )
-    return directory

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..experts import ExpertsConfig
-from ..family import Family, Fields, Settings, TensorSource
+from ..family import Family, Fields, LazyTensor, Settings, TensorSource
 
 _ROPE = {
     "rope_type": "yarn",
@@ -62,12 +62,21 @@ def adapt(source: TensorSource, config: Any) -> TensorSource:
             shapes[new] = (shape[0], width, shape[1]) if matrix else (shape[0], width)
             places[new] = (name, columns, matrix)
 
-    def load(name: str) -> np.ndarray:
+    def load(name: str) -> np.ndarray | LazyTensor:
         if name not in places:
             return source.load(name)
         stored, columns, matrix = places[name]
-        part = source.load(stored)[..., columns]
-        return part.swapaxes(-1, -2) if matrix else part
+        tensor = source.load(stored)
+
+        def read(part: tuple[slice, ...]) -> np.ndarray:
+            """Of gate and up every other column between the first and the last of the part."""
+            step, offset = columns.step or 1, columns.start or 0
+            span = slice(part[1].start * step, part[1].stop * step)
+            if not matrix:
+                return tensor[part[0], span][:, offset::step]
+            return tensor[part[0], part[2], span][..., offset::step].swapaxes(-1, -2)
+
+        return LazyTensor(shapes[name], read)
 
     return dataclasses.replace(source, shapes=shapes, load=load)
 
