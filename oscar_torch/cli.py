@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .core import cache_format as fmt
 from .core.config import CalibrationConfig
 from .core.errors import CheckpointError, ConfigError, OscarError
 
@@ -119,7 +120,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _add_basis(command: argparse.ArgumentParser, defaults: CalibrationConfig) -> None:
-    command.add_argument("--basis", choices=CalibrationConfig.BASES, default=defaults.basis, help="of keys")
+    command.add_argument("--basis", choices=CalibrationConfig.BASES, default="", help="of keys")
+    about = "default nearest; sequential: blocks of channels one after the other, in basis ordered"
+    command.add_argument("--rounding", choices=fmt.ROUNDINGS, default="", help=about)
     command.add_argument("--shared", action="store_true", help="one matrix for all heads of a layer")
     command.add_argument(
         "--damping", type=float, default=defaults.damping, metavar="X", help="of covariances"
@@ -128,7 +131,11 @@ def _add_basis(command: argparse.ArgumentParser, defaults: CalibrationConfig) ->
 
 def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
     return CalibrationConfig(
-        basis=arguments.basis, per_head=not arguments.shared, damping=arguments.damping, **sizes
+        basis=arguments.basis,
+        per_head=not arguments.shared,
+        damping=arguments.damping,
+        rounding=arguments.rounding,
+        **sizes,
     )
 
 

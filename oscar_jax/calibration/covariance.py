@@ -4,9 +4,11 @@ Why: a calibration text has more queries, keys and values than fit in memory, so
 are float32 pairs (a total and its rounding error, added without loss), because JAX has no float64 by default
 and 10**5 plain float32 additions would cost three digits.
 
-Definitions ("statistics version 1"), rows as row vectors, per key/value head, K heads, D channels:
+Definitions ("statistics version 2"), rows as row vectors, per key/value head, K heads, D channels:
 
 - query covariance C_Q: Σ qᵀq / rows over all queries of the head's group, not centered; q after RoPE.
+- coded query covariance: Σ w qᵀq / Σ w, w the attention that the query gives to tokens of INT2 pages
+  (those from skip_tokens on that the cache has coded by then); needs these weights.
 - key covariance C_K, page-centered: Σ (k−m)ᵀ(k−m) / rows, m the mean of the key's page. A page is the 64
   tokens at absolute positions 64i … 64i+63, whatever the chunks. An incomplete last page does not count: the
   cache never codes one.
@@ -61,6 +63,8 @@ class StatisticsState:
 
     query_moment: Total
     query_rows: Any
+    coded_query_moment: Total
+    coded_query_weight: Total  # [K]
     key_moment: Total
     key_rows: Any
     key_sum: Total
@@ -97,6 +101,8 @@ def init_statistics(num_key_value_heads: int, head_dim: int, *, skip_tokens: int
     return StatisticsState(
         query_moment=zeros(heads, head_dim, head_dim),
         query_rows=count,
+        coded_query_moment=zeros(heads, head_dim, head_dim),
+        coded_query_weight=zeros(heads),
         key_moment=zeros(heads, head_dim, head_dim),
         key_rows=count,
         key_sum=zeros(heads, head_dim),
@@ -144,10 +150,12 @@ def update_statistics(
     key: jax.Array,
     value: jax.Array,
     output: jax.Array | None = None,
+    coded_share: jax.Array | None = None,
 ) -> StatisticsState:
     """The sums with the next T tokens of the sequence added: query [T, N, D], key and value [T, K, D].
 
     output [T, N, D], the layer's attention outputs before the output projection, adds to C_S; None leaves it.
+    coded_share [T, N], of each query's attention what goes to tokens of INT2 pages, likewise.
     Any float dtype; sums are float32 pairs. One compilation per T. Raises ShapeError.
     """
     heads, head_dim = state.key_sum.high.shape
@@ -180,6 +188,10 @@ def update_statistics(
         "open_page": open_page,
         "position": state.position + tokens,
     }
+    if coded_share is not None:
+        if coded_share.shape != query.shape[:2]:
+            raise ShapeError(f"coded_share has shape {coded_share.shape}, expected {query.shape[:2]}")
+        changes |= _add_coded(state, grouped, _group_rows(coded_share[..., None], heads))
     if output is not None:
         grouped = _group_rows(output, heads)
         changes["output_moment"] = _add_moment(state.output_moment, grouped, grouped)
@@ -198,10 +210,13 @@ def update_pages(
     key: jax.Array,
     value: jax.Array,
     output: jax.Array,
+    coded_share: jax.Array,
     start: jax.Array | int,
     count: jax.Array | int,
 ) -> StatisticsState:
     """The sums with tokens start ... start + count - 1 of B sequences added: rows [B, T, N or K, D].
+
+    coded_share [B, T, N] as in `update_statistics`.
 
     As `update_statistics` for each sequence in turn, in products over all of them; `start` and T are
     multiples of 64, so that no page is open between calls. Rows from `count` on are padding.
@@ -221,6 +236,7 @@ def update_pages(
     queries, outputs = (
         _group_rows(flat(jnp.where(real, rows.astype(jnp.float32), 0)), heads) for rows in (query, output)
     )
+    share = _group_rows(flat(jnp.where(real, coded_share[..., None].astype(jnp.float32), 0)), heads)
     query_rows = jnp.asarray(count * batch * (query.shape[2] // heads), jnp.int32)
     paged = keys.reshape(batch, tokens // _PAGE, _PAGE, heads, head_dim)
     first = jnp.arange(tokens // _PAGE) * _PAGE
@@ -234,6 +250,7 @@ def update_pages(
         state,
         query_moment=_add_moment(state.query_moment, queries, queries),
         query_rows=state.query_rows + query_rows,
+        **_add_coded(state, queries, share),
         key_moment=_add_moment(state.key_moment, centered, centered),
         key_rows=state.key_rows + batch * _PAGE * whole.sum(dtype=jnp.int32),
         key_sum=_add_rows(state.key_sum, counted_keys),
@@ -282,6 +299,7 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
     tokens = int(state.token_rows)
     value_mean = _value(state.value_sum) / tokens
     weight = _value(state.surrogate_weight)[:, None, None]
+    coded = _value(state.coded_query_weight)[:, None, None]
     return LayerStatistics(
         query_covariance=_value(state.query_moment) / int(state.query_rows),
         key_covariance=_value(state.key_moment) / int(state.key_rows),
@@ -294,7 +312,16 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
             _value(state.output_moment) / int(state.output_rows) if int(state.output_rows) else None
         ),
         tokens=tokens,
+        coded_query_covariance=_value(state.coded_query_moment) / coded if (coded > 0).all() else None,
     )
+
+
+def _add_coded(state: StatisticsState, queries: jax.Array, share: jax.Array) -> dict[str, Total]:
+    """The sums of the coded query covariance with queries [R, K, D] of shares [R, K, 1] added."""
+    return {
+        "coded_query_moment": _add_moment(state.coded_query_moment, queries * share, queries),
+        "coded_query_weight": _add_rows(state.coded_query_weight, share[..., 0]),
+    }
 
 
 def _add(total: Total, term: jax.Array) -> Total:

@@ -11,6 +11,7 @@ covariances are centered page by page and damped, and each page carries its own 
 import dataclasses
 import datetime
 import hashlib
+import math
 import os
 import pathlib
 import shutil
@@ -31,7 +32,7 @@ from ..evaluation.stepper import Runner, layer_error, make_runner
 from ..evaluation.subject import Progress, Subject, default_chunk, load_subject, no_progress
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
-from ..rotations.fit import fit_layer_rotation
+from ..rotations.fit import ORDERED, fit_layer_rotation, rounding_fields
 from ..rotations.rotation import LayerRotation, RotationSet, validate_rotation_set
 from ..rotations.statistics import LayerStatistics
 from . import statistics as running_sums
@@ -217,17 +218,20 @@ def _fit_header(
         num_query_heads=num_query_heads or header.num_query_heads,
         num_key_value_heads=heads,
         head_dim=head_dim,
-        **_basis_fields(header, settings),
+        **_basis_fields(header, settings, settings.rounding, head_dim),
     )
 
 
-def _basis_fields(header: RotationHeader, settings: CalibrationConfig) -> dict[str, Any]:
+def _basis_fields(
+    header: RotationHeader, settings: CalibrationConfig, rounding: str, head_dim: int
+) -> dict[str, Any]:
     """What a fit adds to the header of its statistics."""
     fitted = {"damping": settings.damping, "per_head": settings.per_head}
     return {
         "basis": settings.basis,
         "basis_version": bases.BASIS_VERSION,
         "extra": header.extra | fitted,
+        **rounding_fields(ORDERED if rounding == "sequential" else "", head_dim),
     }
 
 
@@ -237,7 +241,6 @@ def _fit_layer(statistics: LayerStatistics, settings: CalibrationConfig) -> Laye
         settings.basis,
         per_head=settings.per_head,
         damping=settings.damping,
-        key_multiplier=fmt.KEY_MULTIPLIER_DEFAULT,
     )
 
 
@@ -268,42 +271,73 @@ def fit_rotation_set(
 ) -> Calibration:
     """Fits every layer of `statistics` and judges it on the `held_out` sequences (int32 [S] each).
 
-    With basis "auto" the candidates compete there, layer by layer and head by head.
+    With basis "auto" the candidates compete there, layer by layer and head by head; if settings leave the
+    rounding open, the better of the two whole sets is taken.
     """
     config = runner.config
     layers = tuple(statistics)
     observed = [
         observe_sequence(runner, layers, tokens, chunk=chunk, on_chunk=on_chunk) for tokens in held_out
     ]
-    rotations: dict[int, LayerRotation] = {}
-    by_layer: dict[str, Any] = {}
-    for layer in layers:
-        seen = [observation[layer] for observation in observed if len(observation[layer].positions)]
-        alpha = fmt.KEY_MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)
-        name = f"{settings.basis} {settings.damping:g}"
-        chosen: dict[str, Any] = {"key": [{"basis": name, "alpha": alpha}]}
-        if settings.basis == "auto":
-            if not seen:
-                raise ConfigError(
-                    f"basis 'auto' needs held-out sequences of at least {_least_context(config)} tokens, "
-                    f"these have {max(map(len, held_out))}: give more text, or name a basis"
+    seen = {layer: [part[layer] for part in observed if len(part[layer].positions)] for layer in layers}
+    if settings.basis == "auto" and not all(seen.values()):
+        raise ConfigError(
+            f"basis 'auto' needs held-out sequences of at least {_least_context(config)} tokens, "
+            f"these have {max(map(len, held_out))}: give more text, or name a basis"
+        )
+    competing = [settings.rounding or rounding for rounding in fmt.ROUNDINGS]
+    fits: dict[str, tuple[dict[int, LayerRotation], dict[str, Any]]] = {}
+    for rounding in dict.fromkeys(competing):
+        if len(set(competing)) > 1 and rounding == "sequential":
+            try:  # a set that nobody asked for by name need not be possible
+                rounding_fields(ORDERED, config.head_dim)
+                statistics[layers[0]].require_ordered()
+            except ConfigError:
+                continue
+        rotations: dict[int, LayerRotation] = {}
+        by_layer: dict[str, Any] = {}
+        for layer in layers:
+            if settings.basis == "auto":
+                rotations[layer], chosen = choose_layer_rotation(
+                    statistics[layer],
+                    seen[layer],
+                    config,
+                    layer,
+                    per_head=settings.per_head,
+                    rounding=rounding,
                 )
-            rotations[layer], chosen = choose_layer_rotation(
-                statistics[layer], seen, config, layer, per_head=settings.per_head
-            )
-        else:
-            rotations[layer] = _fit_layer(statistics[layer], settings)
-        fitted = jax.tree.map(jnp.asarray, rotations[layer])
-        errors = [layer_error(h.query, h.positions, h.key, h.value, fitted, config, layer) for h in seen]
-        by_layer[str(layer)] = {
-            "chosen": {name: chosen[name] for name in ("key", "value") if name in chosen},
-            "tried": chosen.get("tried", {}),
-            "predicted": {k: float(np.mean([e[k] for e in errors])) for k in errors[0]} if errors else {},
-            "key_condition_number": bases.condition_number(rotations[layer].key_transform),
-            "value_condition_number": bases.condition_number(rotations[layer].value_transform),
-        }
-        on_layer(layer)
-    fields = _basis_fields(header, settings)
+            else:
+                rotations[layer] = _fit_layer(statistics[layer], settings)
+                alpha = int(rotations[layer].key_multiplier[0]) / (1 << fmt.MULTIPLIER_BITS)
+                chosen = {"key": [{"basis": f"{settings.basis} {settings.damping:g}", "alpha": alpha}]}
+            fitted = jax.tree.map(jnp.asarray, rotations[layer])
+            errors = [
+                layer_error(h.query, h.positions, h.key, h.value, fitted, config, layer) for h in seen[layer]
+            ]
+            by_layer[str(layer)] = {
+                "chosen": {name: chosen[name] for name in ("key", "value") if name in chosen},
+                "tried": chosen.get("tried", {}),
+                "predicted": {k: float(np.mean([e[k] for e in errors])) for k in errors[0]} if errors else {},
+                "key_condition_number": bases.condition_number(rotations[layer].key_transform),
+                "value_condition_number": bases.condition_number(rotations[layer].value_transform),
+            }
+            if rounding == competing[0]:
+                on_layer(layer)
+        fits[rounding] = rotations, by_layer
+    rounding = min(fits, key=lambda name: _predicted_error(fits[name][1]) if len(fits) > 1 else 0.0)
+    rotations, by_layer = fits[rounding]
+    fields = _basis_fields(header, settings, rounding, config.head_dim)
     fields["extra"]["choices"] = {layer: entry["chosen"] for layer, entry in by_layer.items()}
     header = dataclasses.replace(header, **fields)
-    return Calibration(RotationSet(header, rotations), dict(statistics), {"layers": by_layer})
+    report: dict[str, Any] = {"layers": by_layer, "rounding": rounding}
+    if len(fits) > 1:
+        report["predicted_by_rounding"] = {
+            name: math.exp(_predicted_error(fit[1])) for name, fit in fits.items()
+        }
+    return Calibration(RotationSet(header, rotations), dict(statistics), report)
+
+
+def _predicted_error(by_layer: Mapping[str, Any]) -> float:
+    """Mean over layers of the logarithm of attention KL and output error, as candidates are judged."""
+    errors = [entry["predicted"] for entry in by_layer.values()]
+    return float(np.mean([np.log(error[name]) for error in errors for name in ("kl", "output_error")]))

@@ -67,7 +67,8 @@ def markdown_report(document: Mapping[str, Any]) -> str:
     lines = [
         f"# Calibration of {document['model']}",
         "",
-        f"Basis {document['basis']}, {'per head' if document['per_head'] else 'shared in a layer'}; "
+        f"Basis {document['basis']}, {'per head' if document['per_head'] else 'shared in a layer'}, rounding "
+        f"{document['rounding']}; "
         f"{document['fit_tokens']} tokens to fit, {document['held_out_tokens']} held out, sequences of "
         f"{document['context']} tokens, {document['dtype']} model, text digest {document['corpus_digest']}.",
         "",

@@ -15,7 +15,7 @@ from flax import nnx
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
 from ..core.files import replacing_file
-from ..evaluation.blockwise import StoredRows, allocate_rows, finish
+from ..evaluation.blockwise import StoredRows, allocate_rows, coded_share, finish
 from ..evaluation.stepper import attend_and_store
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -53,12 +53,15 @@ def make_statistics_step(
         updated = {} if statistics is None else dict(statistics)
 
         def attention(layer: int, query, key, value, state, **sinks):
-            part, state = attend_and_store(config, layer, query, key, value, state, start, None)
+            part, state = attend_and_store(
+                config, layer, query, key, value, state, start, None, measure_coded=layer in updated
+            )
             out = finish([part], **sinks)
             if layer in updated:
                 # The statistics are of the rows that a cache stores.
-                key, value = round_to_bfloat16(key), round_to_bfloat16(value)
-                updated[layer] = covariance.update_pages(updated[layer], query, key, value, out, start, count)
+                rows = query, round_to_bfloat16(key), round_to_bfloat16(value), out
+                share = coded_share(part, **sinks)
+                updated[layer] = covariance.update_pages(updated[layer], *rows, share, start, count)
             return out, state
 
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
@@ -147,7 +150,22 @@ def gather_statistics(
     if running is not None:
         jax.block_until_ready(running[0])
         on_chunk(running[1])
-    return {layer: covariance.finalize_statistics(state) for layer, state in statistics.items()}
+    return {
+        layer: dataclasses.replace(covariance.finalize_statistics(state), **_positions(config, layer, length))
+        for layer, state in statistics.items()
+    }
+
+
+def _positions(config: ModelConfig, layer: int, context: int) -> dict[str, Any]:
+    """What statistics say of positions: how keys turn with them, and up to where the model has some."""
+    rope = config.layer_rope(layer)
+    frequencies = np.zeros(0) if rope is None else rope.inverse_frequencies(config.head_dim)
+    return {
+        "rope_frequencies": np.asarray(frequencies, np.float64),
+        "rope_interleaved": rope is not None and rope.interleaved,
+        "context": context,
+        "reach": max(context, config.max_positions),
+    }
 
 
 def save_state(

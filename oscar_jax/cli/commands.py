@@ -208,7 +208,11 @@ def run_convert(arguments: argparse.Namespace) -> None:
 
 def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
     return CalibrationConfig(
-        basis=arguments.basis, per_head=arguments.per_head, damping=arguments.damping, **sizes
+        basis=arguments.basis,
+        per_head=arguments.per_head,
+        damping=arguments.damping,
+        rounding=arguments.rounding,
+        **sizes,
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 from typing import NoReturn
 
+from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
 from ..core.errors import ConfigError
 from ..core.window_policy import RING_WINDOW
@@ -34,6 +35,7 @@ gathers statistics of any transformers model, `oscar_torch.hf.save_statistics` w
 examples:
   oscar fit statistics.safetensors --out rotations/
   oscar fit rotations/ --basis balanced --damping 0.3 --out balanced/
+  oscar fit rotations/ --rounding sequential --out sequential/
 """
 _EVALUATE_EPILOG = """\
 Every --text is one stream that is judged on its own and pooled with the others; give it twice to judge two
@@ -43,7 +45,8 @@ methods:
   bf16           the same model with a BF16 cache: the reference
   int2           the rotation set: pages coded by the real quantizer, read where decoding would
   int2:BASIS     the same with another basis fitted to the same statistics; BASIS is channel_balanced,
-                 balanced, oscar, hadamard or identity; @DAMPING and @ALPHA may follow (default @0.1@1.6)
+                 balanced, oscar, hadamard, identity or ordered; @DAMPING and @ALPHA may follow (default
+                 @0.1@1.6, ordered @0.1@1.75); int2:nearest and int2:sequential: the default of a rounding
   published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
                  scale and zero per 128 channels
   hadamard       the same quantizer behind a plain Hadamard rotation, simulated
@@ -162,7 +165,12 @@ def _add_model(command: _Parser) -> None:
 
 def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
     defaults = CalibrationConfig()
-    command.add_argument("--basis", choices=bases, default=defaults.basis, help=about)
+    command.add_argument("--basis", choices=bases, default="", help=about)
+    about = (
+        "sequential: blocks of channels coded one after the other, in basis ordered (default nearest; with "
+        "auto what does less harm to held-out tokens)"
+    )
+    command.add_argument("--rounding", choices=fmt.ROUNDINGS, default="", help=about)
     heads = command.add_mutually_exclusive_group()
     about = "one matrix per key/value head (the default)"
     heads.add_argument("--per-head", action="store_true", default=True, help=about)
@@ -183,7 +191,8 @@ def _grow_calibrate(command: _Parser) -> None:
     command.number("--context", defaults.context, "tokens per sequence")
     about = (
         "key basis; auto chooses basis and alpha per layer and head on held-out tokens, which pays when "
-        "these are as long as the contexts to be served (default %(default)s)"
+        "these are as long as the contexts to be served (default channel_balanced, ordered with --rounding "
+        "sequential)"
     )
     _add_basis(command, CalibrationConfig.BASES, about)
     about = f"also layers with a sliding window of at most {RING_WINDOW} tokens"
@@ -199,7 +208,8 @@ def _grow_fit(command: _Parser) -> None:
     command.add_argument("statistics", metavar="STATISTICS", help=about)
     command.add_argument("--out", required=True, metavar="DIR", help="where the rotation set goes")
     bases = tuple(name for name in CalibrationConfig.BASES if name != "auto")
-    _add_basis(command, bases, "key basis (default %(default)s)")
+    about = "key basis (default channel_balanced, ordered with --rounding sequential)"
+    _add_basis(command, bases, about)
     about = "name of the model, if STATISTICS does not say it"
     command.add_argument("--model-id", metavar="NAME", help=about)
     command.number("--query-heads", None, "likewise")

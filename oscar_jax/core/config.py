@@ -65,21 +65,40 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationConfig:
-    """What a calibration run reads and which basis it fits; `damping` is relative to the mean variance."""
+    """What a calibration run reads and which basis it fits; `damping` is relative to the mean variance.
+
+    Basis "ordered" is the one of rounding "sequential", all others are rounded to the nearest level. One says
+    the other: basis "" is "ordered" with "sequential", else "channel_balanced"; rounding "" is what the basis
+    says. With basis "auto" rounding "" means that both compete.
+    """
 
     tokens: int = 30_000
     context: int = 4096
-    basis: str = "channel_balanced"
+    basis: str = ""
     per_head: bool = True
     damping: float = 0.1
+    rounding: str = ""
 
-    BASES = ("auto", "channel_balanced", "balanced", "oscar", "hadamard", "identity")
+    BASES = ("auto", "channel_balanced", "balanced", "oscar", "hadamard", "identity", "ordered")
 
     def __post_init__(self) -> None:
         _require_int("tokens", self.tokens, 1)
         _require_int("context", self.context, fmt.PAGE_TOKENS)
+        if self.rounding not in ("", *fmt.ROUNDINGS):
+            raise ConfigError(f"rounding = {self.rounding!r}, allowed: {', '.join(fmt.ROUNDINGS)}")
+        if not self.basis:
+            basis = "ordered" if self.rounding == "sequential" else "channel_balanced"
+            object.__setattr__(self, "basis", basis)
         if self.basis not in self.BASES:
             raise ConfigError(f"basis = {self.basis!r}, allowed: {', '.join(self.BASES)}")
+        if self.basis != "auto":
+            own = "sequential" if self.basis == "ordered" else "nearest"
+            if self.rounding not in ("", own):
+                raise ConfigError(
+                    f"basis = {self.basis!r} with rounding = {self.rounding!r}, allowed: {own!r}"
+                    " (basis 'ordered' is the one of rounding 'sequential')"
+                )
+            object.__setattr__(self, "rounding", own)
         if not 0.0 <= self.damping <= 1.0:
             raise ConfigError(f"damping = {self.damping!r}, allowed: 0..1")
 

@@ -50,6 +50,7 @@ class Partial(NamedTuple):
     total: jax.Array  # float32 [B, K, G, T, D]
     mass: jax.Array  # float32 [B, K, G, T]
     top: jax.Array  # float32 [B, K, G, T]
+    coded: jax.Array | None = None  # of `mass`, what lies on tokens of INT2 pages; None where nobody asked
 
 
 def allocate_rows(config: CacheConfig, batch: int, tokens: int, *, restored: bool) -> StoredRows:
@@ -106,6 +107,21 @@ def finish(parts: list[Partial], sink_logits: jax.Array | None = None) -> jax.Ar
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * group, head_dim)
 
 
+def coded_share(part: Partial, sink_logits: jax.Array | None = None) -> jax.Array:
+    """Of all attention of each query, what it gives to tokens of INT2 pages: float32 [B, T, N] in 0 ... 1.
+
+    `part` is all that the queries see, measured; `sink_logits` as in `finish`.
+    """
+    assert part.coded is not None
+    mass = part.mass
+    if sink_logits is not None:
+        sinks = sink_logits.astype(jnp.float32).reshape(1, *part.top.shape[1:3], 1)
+        mass = mass + jnp.exp(sinks - part.top)
+    share = part.coded / jnp.maximum(mass, 1e-30)
+    batch, heads, group, tokens = share.shape
+    return share.transpose(0, 3, 1, 2).reshape(batch, tokens, heads * group)
+
+
 def coded_end(positions: jax.Array, config: CacheConfig) -> jax.Array:
     """The first token after the INT2 pages that a query at each position reads, int32 as `positions`."""
     pages = (positions + 1 - config.sink_tokens - config.recent_tokens) // fmt.PAGE_TOKENS
@@ -122,11 +138,13 @@ def attend_rows(
     softmax_scale: float,
     sliding_window: int | None,
     softcap: float | None = None,
+    measure_coded: bool = False,
 ) -> Partial:
     """Attention over the first `stored` tokens, each query reading INT2 where it would in decoding.
 
     query [B, T, N, D] at positions int32 [T] of every sequence; query and key must not be NaN. Without
     restored rows everything is exact. With a sliding window of w a query sees the last w tokens.
+    `measure_coded` fills in `Partial.coded`, of rows without restored ones.
     """
     queries = group_queries(query, rows.key.shape[1]) * softmax_scale
     batch, heads, group, tokens, head_dim = queries.shape
@@ -139,7 +157,9 @@ def attend_rows(
         block = lax.dynamic_slice_in_dim(store, index * BLOCK, BLOCK, axis=2)
         return block.astype(jnp.float32)
 
-    def accumulate(carry: Partial, key: jax.Array, value: jax.Array, mask: jax.Array) -> Partial:
+    def accumulate(
+        carry: Partial, key: jax.Array, value: jax.Array, mask: jax.Array, coded: jax.Array | None = None
+    ) -> Partial:
         scores = jnp.einsum("bkgtd,bksd->bkgts", queries, key, precision=lax.Precision.HIGHEST)
         scores = jnp.where(mask, cap_scores(scores, softcap), -jnp.inf)
         top = jnp.maximum(carry.top, scores.max(axis=-1))
@@ -148,7 +168,10 @@ def attend_rows(
         shrink = jnp.exp(carry.top - shared)
         added = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=lax.Precision.HIGHEST)
         total = carry.total * shrink[..., None] + added
-        return Partial(total, carry.mass * shrink + weights.sum(axis=-1), top)
+        measured = None
+        if carry.coded is not None and coded is not None:
+            measured = carry.coded * shrink + jnp.where(coded, weights, 0).sum(axis=-1)
+        return Partial(total, carry.mass * shrink + weights.sum(axis=-1), top, measured)
 
     def visible(token: jax.Array) -> jax.Array:
         seen = (token[None] <= positions[:, None]) & (token[None] < stored)
@@ -170,7 +193,8 @@ def attend_rows(
             key = jnp.where(coded, block_of(rows.restored_key, index), key)
             value = jnp.where(coded, block_of(rows.restored_value, index), value)
             mask &= ~changing(token)
-        return accumulate(carry, key, value, mask)
+        int2 = (token[None] >= config.sink_tokens) & (token[None] < end[:, None])
+        return accumulate(carry, key, value, mask, int2)
 
     def second_pass(index: jax.Array, carry: Partial) -> Partial:
         """The rows left out, restored."""
@@ -184,6 +208,7 @@ def attend_rows(
         jnp.zeros((*shape, head_dim), jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32) if measure_coded else None,
     )
     carry = lax.fori_loop(oldest // BLOCK, (most + BLOCK - 1) // BLOCK, first_pass, carry)
     if rows.restored_key is not None:

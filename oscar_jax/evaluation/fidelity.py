@@ -20,7 +20,13 @@ import numpy as np
 from ..attention import cap_scores
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
-from ..quantize import dequantize_key_pages, dequantize_value_pages, quantize_key_pages, quantize_value_pages
+from ..quantize import (
+    Feedback,
+    dequantize_key_pages,
+    dequantize_value_pages,
+    quantize_key_pages,
+    quantize_value_pages,
+)
 from .published import fake_quantize_asymmetric
 
 GROUP_CHANNELS = 128  # channels that share one scale and one zero in the asymmetric recipes
@@ -145,20 +151,29 @@ def reconstruct_rows(
 
 
 def reconstruct_key_pages(
-    key: jax.Array, transform: jax.Array, inverse_transposed: jax.Array, multiplier: jax.Array
+    key: jax.Array,
+    transform: jax.Array,
+    inverse_transposed: jax.Array,
+    multiplier: jax.Array,
+    feedback: Feedback | None = None,
 ) -> jax.Array:
     """Keys as INT2 pages return them: [S, K, D], S a multiple of 64 -> float32 [S, K, D]."""
     pages = (-1, fmt.PAGE_TOKENS, *key.shape[1:])
-    words, scale, mean = quantize_key_pages(key.reshape(pages), transform, multiplier)
+    words, scale, mean = quantize_key_pages(key.reshape(pages), transform, multiplier, feedback)
     return dequantize_key_pages(words, scale, mean, inverse_transposed).reshape(key.shape)
 
 
 def reconstruct_value_pages(
-    value: jax.Array, transform: jax.Array, inverse: jax.Array, mean: jax.Array, multiplier: jax.Array
+    value: jax.Array,
+    transform: jax.Array,
+    inverse: jax.Array,
+    mean: jax.Array,
+    multiplier: jax.Array,
+    feedback: Feedback | None = None,
 ) -> jax.Array:
     """Values as INT2 pages return them: [S, K, D], S a multiple of 64 -> float32 [S, K, D]."""
     pages = (-1, fmt.PAGE_TOKENS, *value.shape[1:])
-    words, scale = quantize_value_pages(value.reshape(pages), transform, multiplier, mean)
+    words, scale = quantize_value_pages(value.reshape(pages), transform, multiplier, mean, feedback)
     return dequantize_value_pages(words, scale, mean, inverse).reshape(value.shape)
 
 
@@ -167,7 +182,11 @@ def reconstruct_pages(key: jax.Array, value: jax.Array, rotation: Any) -> tuple[
     tokens = key.shape[0]
     padding = ((0, -tokens % fmt.PAGE_TOKENS), (0, 0), (0, 0))
     restored_key = reconstruct_key_pages(
-        jnp.pad(key, padding), rotation.key_transform, rotation.query_transform, rotation.key_multiplier
+        jnp.pad(key, padding),
+        rotation.key_transform,
+        rotation.query_transform,
+        rotation.key_multiplier,
+        rotation.key_feedback,
     )
     restored_value = reconstruct_value_pages(
         jnp.pad(value, padding),
@@ -175,6 +194,7 @@ def reconstruct_pages(key: jax.Array, value: jax.Array, rotation: Any) -> tuple[
         rotation.output_transform,
         rotation.value_mean,
         rotation.value_multiplier,
+        rotation.value_feedback,
     )
     return restored_key[:tokens], restored_value[:tokens]
 

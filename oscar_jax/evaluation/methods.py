@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..interchange.report import has_means
 from ..models.config import ModelConfig
 from ..rotations.bases import KEY_BASES, hadamard_matrix
-from ..rotations.fit import fit_layer_rotation
+from ..rotations.fit import ORDERED, ORDERED_KEY_MULTIPLIERS, fit_layer_rotation
 from ..rotations.rotation import RotationSet
 from . import fidelity
 from .exported import MEANS_DROPPED, MEANS_KEPT, exported_recipes, parse_reader
@@ -22,9 +22,7 @@ from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
 from .stepper import Method
 
 METHODS = ("bf16", "int2", "published", "hadamard", "naive")
-OTHER_METHODS = "int2:BASIS, exported, exported:READER"
-# Of a method "int2:BASIS": damping and alpha, as `oscar calibrate --basis BASIS` takes them.
-DEFAULT_BASIS_NUMBERS = [CalibrationConfig.damping, fmt.KEY_MULTIPLIER_DEFAULT / (1 << fmt.MULTIPLIER_BITS)]
+OTHER_METHODS = "int2:BASIS, int2:ROUNDING, exported, exported:READER"
 
 
 def check_method_names(names: Sequence[str]) -> None:
@@ -122,12 +120,21 @@ def _to_device(rotations: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def parse_basis(name: str) -> tuple[str, float, int]:
-    """Basis, damping and key multiplier of a method "int2:BASIS[@DAMPING[@ALPHA]]"; raises ConfigError."""
+    """Basis, damping and key multiplier of a method "int2:BASIS[@DAMPING[@ALPHA]]"; raises ConfigError.
+
+    A rounding in place of BASIS is its default basis; damping and alpha are by default those of `oscar
+    calibrate --basis BASIS`.
+    """
     basis, *numbers = name.removeprefix("int2:").split("@")
+    if basis in fmt.ROUNDINGS:
+        basis = CalibrationConfig(rounding=basis).basis
     if basis not in KEY_BASES:
-        raise ConfigError(f"method {name!r}: basis {basis!r}, allowed: {', '.join(KEY_BASES)}")
+        allowed = ", ".join((*KEY_BASES, *fmt.ROUNDINGS))
+        raise ConfigError(f"method {name!r}: basis {basis!r}, allowed: {allowed}")
+    alpha = ORDERED_KEY_MULTIPLIERS[0] if basis == ORDERED else fmt.KEY_MULTIPLIER_DEFAULT
+    defaults = [CalibrationConfig.damping, alpha / (1 << fmt.MULTIPLIER_BITS)]
     try:
-        damping, alpha = [float(number) for number in numbers] + DEFAULT_BASIS_NUMBERS[len(numbers) :]
+        damping, alpha = [float(number) for number in numbers] + defaults[len(numbers) :]
     except ValueError:
         raise ConfigError(f"method {name!r}: expected int2:BASIS@DAMPING@ALPHA with numbers") from None
     if not 0.0 <= damping <= 1.0:

@@ -139,8 +139,12 @@ def attend_and_store(
     stored: StoredRows,
     start: jax.Array | int,
     recipes: Sequence[Recipe] | None,
+    measure_coded: bool = False,
 ) -> tuple[Partial, StoredRows]:
-    """One layer's attention over all tokens so far, the new ones stored first; recipes one per batch row."""
+    """One layer's attention over all tokens so far, the new ones stored first; recipes one per batch row.
+
+    `measure_coded` as in `attend_rows`.
+    """
     # Every method reads the same rows: those that a cache stores.
     key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     restored = None if recipes is None else restore_rows(key, value, recipes)
@@ -155,6 +159,7 @@ def attend_and_store(
         softmax_scale=config.attention_scale,
         sliding_window=config.layer_windows[layer],
         softcap=config.attention_softcap,
+        measure_coded=measure_coded,
     )
     return part, stored
 

@@ -12,17 +12,25 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from ..core.errors import CheckpointError
+from ..core import cache_format as fmt
+from ..core.errors import CheckpointError, ConfigError
 from ..core.rotation_header import RotationHeader
 
-STATISTICS_VERSION = "1"
+STATISTICS_VERSION = "2"
+READABLE_VERSIONS = ("1", "2")  # 1 lacks what fits of basis "ordered" need
 STATISTICS_FILE = "statistics.safetensors"  # in the folder that `oscar calibrate` and `oscar fit` write
 HEADER = "header"  # its place among the scalars of the file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """What `fit.fit_layer_rotation` reads: float64 NumPy, covariances [K, D, D], means [K, D]."""
+    """What `fit.fit_layer_rotation` reads: float64 NumPy, covariances [K, D, D], means [K, D].
+
+    coded_query_covariance weighs each query by the attention it gives to coded tokens; None where none did.
+    rope_frequencies [R/2] are those of the pairs that turn, empty for a layer without RoPE, None if unknown;
+    rope_interleaved says how channels pair (`ordered.spread_covariance`). context is the length of the
+    longest sequence, reach the longest that the model takes, in tokens.
+    """
 
     query_covariance: np.ndarray
     key_covariance: np.ndarray
@@ -33,6 +41,30 @@ class LayerStatistics:
     exact_value_covariance: np.ndarray | None
     tokens: int
     version: str = STATISTICS_VERSION
+    coded_query_covariance: np.ndarray | None = None
+    rope_frequencies: np.ndarray | None = None
+    rope_interleaved: bool = False
+    context: int = 0
+    reach: int = 0
+
+    def require_ordered(self) -> None:
+        """Raises ConfigError naming what a fit of basis "ordered" lacks."""
+        if self.version == "1":
+            raise ConfigError(
+                "statistics of version '1' lack coded_query_covariance and rope_frequencies, which basis "
+                "'ordered' (rounding 'sequential') needs: gather them again"
+            )
+        if self.coded_query_covariance is None:
+            least = fmt.SINK_TOKENS + fmt.RECENT_TOKENS + fmt.PAGE_TOKENS
+            raise ConfigError(
+                f"the statistics lack coded_query_covariance, which basis 'ordered' (rounding 'sequential') "
+                f"needs: sequences of {self.context} tokens, allowed: >= {least}, which read a page"
+            )
+        if self.rope_frequencies is None:
+            raise ConfigError(
+                "the statistics lack rope_frequencies, which basis 'ordered' (rounding 'sequential') needs: "
+                "how the model turns its keys is not known"
+            )
 
 
 def save_statistics(
@@ -81,10 +113,10 @@ def read_statistics(
     except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a statistics file: {error}") from None
     for layer, entry in found.items():
-        if entry.version != STATISTICS_VERSION:
+        if entry.version not in READABLE_VERSIONS:
             raise CheckpointError(
                 f"{path}: layer {layer} has statistics version {entry.version!r}, "
-                f"expected {STATISTICS_VERSION!r}"
+                f"expected {' or '.join(map(repr, READABLE_VERSIONS))}"
             )
     if header is None:
         return found, None

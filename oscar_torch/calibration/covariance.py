@@ -3,9 +3,11 @@
 Why: a calibration text has more queries, keys and values than fit in memory, so only sums are kept, in
 float64. `rotations/fit.py` fits, `rotations/statistics.py` writes them to a file.
 
-Definitions ("statistics version 1"), rows as row vectors, per key/value head, K heads, D channels:
+Definitions ("statistics version 2"), rows as row vectors, per key/value head, K heads, D channels:
 
 - query covariance C_Q: Σ qᵀq / rows over all queries of the head's group, not centered; q after RoPE.
+- coded query covariance: Σ w qᵀq / Σ w, w the attention that the query gives to tokens of INT2 pages
+  (those from skip_tokens on that the cache has coded by then); needs these weights, may be of a sample.
 - key covariance C_K, page-centered: Σ (k−m)ᵀ(k−m) / rows, m the mean of the key's page. A page is the 64
   tokens at absolute positions 64i … 64i+63, whatever the chunks. An incomplete last page does not count: the
   cache never codes one.
@@ -36,12 +38,14 @@ _PAGE = fmt.PAGE_TOKENS
 class StatisticsState:
     """Running sums of one layer, float64, on the device of the first rows.
 
-    Moments are [K, D, D], sums [K, D], surrogate_weight [K]. open_page [n, K, D] holds the keys of the page
+    Moments are [K, D, D], sums [K, D], weights [K]. open_page [n, K, D] holds the keys of the page
     being filled, position the tokens of the current sequence so far. surrogate_metric is None until fixed.
     """
 
     query_moment: Tensor
     query_rows: int
+    coded_query_moment: Tensor
+    coded_query_weight: Tensor
     key_moment: Tensor
     key_rows: int
     key_sum: Tensor
@@ -71,6 +75,8 @@ def init_statistics(num_key_value_heads: int, head_dim: int, *, skip_tokens: int
     return StatisticsState(
         query_moment=zeros(heads, head_dim, head_dim),
         query_rows=0,
+        coded_query_moment=zeros(heads, head_dim, head_dim),
+        coded_query_weight=zeros(heads),
         key_moment=zeros(heads, head_dim, head_dim),
         key_rows=0,
         key_sum=zeros(heads, head_dim),
@@ -116,10 +122,13 @@ def update_statistics(
     key: Tensor,
     value: Tensor,
     output: Tensor | None = None,
+    coded_share: Tensor | None = None,
 ) -> StatisticsState:
     """The sums with the next T tokens of the sequence added: query [T, N, D], key and value [T, K, D].
 
     output [T, N, D], the layer's attention outputs before the output projection, adds to C_S; None leaves it.
+    coded_share [T, N], of each query's attention what goes to tokens of INT2 pages, likewise; rows of zeros
+    cost nothing.
     Any float dtype; sums are float64. Raises ShapeError.
     """
     heads, head_dim = state.key_sum.shape
@@ -148,6 +157,16 @@ def update_statistics(
     state.value_sum += counted_values.sum(dim=0)
     state.value_moment += _moment(counted_values)
     state.token_rows += tokens - first_counted
+    if coded_share is not None:
+        if coded_share.shape != query.shape[:2]:
+            raise ShapeError(
+                f"coded_share has shape {tuple(coded_share.shape)}, expected {tuple(query.shape[:2])}"
+            )
+        weighed = (coded_share > 0).any(dim=1)
+        share = _group_rows(coded_share[weighed][..., None], heads)
+        rows = _group_rows(query[weighed], heads)
+        state.coded_query_moment += torch.einsum("rkd,rke->kde", rows * share, rows)
+        state.coded_query_weight += share.sum(dim=(0, 2))
     if output is not None:
         state.output_moment += _moment(_group_rows(output, heads))
         state.output_rows += tokens * output.shape[1] // heads
@@ -192,6 +211,7 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
     tokens = state.token_rows
     value_mean = state.value_sum / tokens
     weight = state.surrogate_weight[:, None, None]
+    coded = state.coded_query_weight[:, None, None]
 
     def array(values: Tensor) -> np.ndarray:
         return values.cpu().numpy()
@@ -207,6 +227,7 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
         ),
         exact_value_covariance=array(state.output_moment / state.output_rows) if state.output_rows else None,
         tokens=tokens,
+        coded_query_covariance=array(state.coded_query_moment / coded) if bool((coded > 0).all()) else None,
     )
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..calibration import covariance
 from ..core import cache_format as fmt
-from ..core.config import CalibrationConfig
+from ..core.config import CacheConfig, CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import replacing_file
 from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
@@ -30,12 +30,13 @@ from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, Window
 from ..evaluation import streams
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
-from ..rotations.fit import fit_layer_rotation
+from ..rotations.fit import fit_layer_rotation, rounding_fields
 from ..rotations.rotation import RotationSet
 from ..rotations.statistics import LayerStatistics
 from .attention import oscar_attention
 from .fingerprint import model_fingerprint
 from .model_check import _hub_id, cache_config, layer_windows
+from .positions import coded_share, layer_rope
 
 OBSERVED = "oscar_observed"
 STATE_FILE = "calibration_state.pt"
@@ -64,7 +65,16 @@ def observed_attention(
             # Keys and values as the cache stores them, in BF16.
             keys, values = (rows[row, :, :length].transpose(0, 1).bfloat16() for rows in (key, value))
             queries = query[row, :, :length].transpose(0, 1)
-            covariance.update_statistics(state, queries, keys, values, out[row, :length])
+            share = coded_share(
+                queries,
+                keys,
+                CacheConfig(keys.shape[1], queries.shape[1], keys.shape[2], sink_tokens=state.skip_tokens),
+                options.get("scaling") or query.shape[-1] ** -0.5,
+                sliding_window=options.get("sliding_window"),
+                softcap=options.get("softcap"),
+                sink_logits=options.get("s_aux"),
+            )
+            covariance.update_statistics(state, queries, keys, values, out[row, :length], share)
     return out, None
 
 
@@ -153,7 +163,13 @@ def fit_rotation_set(
 ) -> RotationSet:
     """The rotation set of these statistics, by the same code and to the same bytes as in `oscar_jax`."""
     extra = header.extra | {"damping": settings.damping, "per_head": settings.per_head}
-    fitted = dataclasses.replace(header, basis=settings.basis, basis_version=bases.BASIS_VERSION, extra=extra)
+    fitted = dataclasses.replace(
+        header,
+        basis=settings.basis,
+        basis_version=bases.BASIS_VERSION,
+        extra=extra,
+        **rounding_fields(settings.basis, header.head_dim),
+    )
     layers = {
         layer: fit_layer_rotation(entry, settings.basis, per_head=settings.per_head, damping=settings.damping)
         for layer, entry in sorted(statistics.items())
@@ -315,7 +331,19 @@ def _gather(
                 if resume is not None and (number + 1) % resume.every == 0:
                     resume.save(states, number + 1)
             on_tokens(sum(lengths))
-    return {layer: covariance.finalize_statistics(state) for layer, state in states.items()}
+    text = model.config.get_text_config(decoder=True)
+    context = max(map(len, sequences))
+    positions = {"context": context, "reach": max(context, text.max_position_embeddings)}
+    statistics = {}
+    for layer, state in states.items():
+        frequencies, interleaved = layer_rope(model, layer)
+        statistics[layer] = dataclasses.replace(
+            covariance.finalize_statistics(state),
+            rope_frequencies=frequencies,
+            rope_interleaved=interleaved,
+            **positions,
+        )
+    return statistics
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from ..core.errors import ConfigError, ShapeError
 
 BASIS_VERSION = "1"  # of the formulas below; a change of any of them is a new version
-KEY_BASES = ("identity", "hadamard", "oscar", "channel_balanced", "balanced")
-VALUE_BASES = ("identity", "hadamard", "oscar", "oscar_exact")
+KEY_BASES = ("identity", "hadamard", "oscar", "channel_balanced", "balanced", "ordered")
+VALUE_BASES = ("identity", "hadamard", "oscar", "oscar_exact", "ordered")
 
 
 # Bases, float64 [D, D].
@@ -64,7 +64,7 @@ def channel_balanced_basis(
     query_covariance: np.ndarray, key_covariance: np.ndarray, damping: float
 ) -> np.ndarray:
     """diag((C_Q,ii / C_K,ii)**0.25)·H, float64 [D, D]: each channel has equal energy in queries and keys."""
-    query, key = _damped(query_covariance, damping), _damped(key_covariance, damping)
+    query, key = damped_covariance(query_covariance, damping), damped_covariance(key_covariance, damping)
     return ((np.diag(query) / np.diag(key)) ** 0.25)[:, None] * hadamard_matrix(len(key))
 
 
@@ -73,13 +73,23 @@ def balanced_basis(query_covariance: np.ndarray, key_covariance: np.ndarray, dam
 
     Queries and keys then share one diagonal covariance (S) before the Hadamard mix.
     """
-    query_root = _square_root(_damped(query_covariance, damping))
-    key_root = _square_root(_damped(key_covariance, damping))
+    root, left, singular = shared_diagonal(query_covariance, key_covariance, damping, damping)
+    return (root @ left / np.sqrt(singular)) @ hadamard_matrix(len(singular))
+
+
+def shared_diagonal(
+    query_covariance: np.ndarray, key_covariance: np.ndarray, query_damping: float, key_damping: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """C_Q**0.5 and U float64 [D, D], S [D] with U S Vt = svd(C_Q**0.5 C_K**0.5).
+
+    C_Q**0.5·U·S**-t makes both covariances diagonal: S**(2-2t) of keys, S**2t of queries.
+    """
+    query_root = _square_root(damped_covariance(query_covariance, query_damping))
+    key_root = _square_root(damped_covariance(key_covariance, key_damping))
     left, singular, _ = np.linalg.svd(query_root @ key_root)
     # The sign of a singular vector flips one row of H: canonical for the same reason as in eigenbasis.
     lead = np.argmax(np.abs(left) >= np.abs(left).max(axis=0) * (1 - 1e-9), axis=0)
-    left = left * np.where(left[lead, np.arange(len(lead))] < 0, -1.0, 1.0)
-    return (query_root @ left / np.sqrt(singular)) @ hadamard_matrix(len(singular))
+    return query_root, left * np.where(left[lead, np.arange(len(lead))] < 0, -1.0, 1.0), singular
 
 
 def orthogonality_defect(matrix: npt.ArrayLike) -> float:
@@ -104,7 +114,8 @@ def _symmetric(covariance: np.ndarray) -> np.ndarray:
     return (matrix + matrix.T) / 2
 
 
-def _damped(covariance: np.ndarray, damping: float) -> np.ndarray:
+def damped_covariance(covariance: np.ndarray, damping: float) -> np.ndarray:
+    """A covariance [D, D] plus `damping` times its mean variance; the identity for one without energy."""
     matrix = _symmetric(covariance)
     energy = np.trace(matrix) / len(matrix)
     if energy <= 0:  # a head that was never active

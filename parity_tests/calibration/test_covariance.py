@@ -18,6 +18,7 @@ COVARIANCES = (
     "value_covariance",
     "surrogate_value_covariance",
     "exact_value_covariance",
+    "coded_query_covariance",
 )
 
 
@@ -44,16 +45,31 @@ def attention(query, key, value):
     return output
 
 
+def shares(query, key):
+    """Of each query's attention what goes to tokens that INT2 pages hold by then: float64 [T, N]."""
+    share = np.zeros(query.shape[:2])
+    for position in range(len(query)):
+        stored = np.arange(position + 1)
+        coded = (stored >= 64) & (stored < 64 + max(0, (position + 1 - 64 - 256) // 64) * 64)
+        for head in range(query.shape[1]):
+            scores = query[position, head].astype(np.float64) @ key[: position + 1, head // GROUP].T * SCALE
+            weights = np.exp(scores - scores.max())
+            share[position, head] = weights[coded].sum() / weights.sum()
+    return share
+
+
 def oracle(rows, metric, skip=0):
     """The definitions of covariance.py, written out in float64."""
     query, key, value = (a.astype(np.float64) for a in rows)
-    output = attention(query, key, value)
+    output, share = attention(query, key, value), shares(query, key)
     result = {name: [] for name in (*COVARIANCES, "key_mean", "value_mean")}
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
         q, o = (a[:, group].reshape(-1, HEAD_DIM) for a in (query, output))
         result["query_covariance"].append(q.T @ q / len(q))
         result["exact_value_covariance"].append(o.T @ o / len(o))
+        w = share[:, group].reshape(-1, 1)
+        result["coded_query_covariance"].append(q.T @ (w * q) / w.sum())
         pages = key[skip : len(key) // 64 * 64, head].reshape(-1, 64, HEAD_DIM)
         centered = (pages - pages.mean(axis=1, keepdims=True)).reshape(-1, HEAD_DIM)
         result["key_covariance"].append(centered.T @ centered / len(centered))
@@ -71,12 +87,12 @@ def gather(rows, sizes, *, metric, skip=0, position=0):
     state = covariance.init_statistics(HEADS, HEAD_DIM, skip_tokens=skip)
     state = dataclasses.replace(state, surrogate_metric=jnp.asarray(metric))
     state = covariance.start_sequence(state, position)
-    output = attention(*rows).astype(np.float32)
+    output, share = attention(*rows).astype(np.float32), shares(*rows[:2]).astype(np.float32)
     start = position
     for size in sizes:
         chunk = slice(start, start + size)
         query, key, value = (a[chunk] for a in rows)
-        state = covariance.update_statistics(state, query, key, value, output[chunk])
+        state = covariance.update_statistics(state, query, key, value, output[chunk], share[chunk])
         start += size
     return state
 
@@ -118,13 +134,13 @@ def test_chunked_equals_whole_equals_oracle(rows, metric, sizes, skip):
 @pytest.mark.parametrize("skip", [0, 64])
 def test_batches_of_padded_pages_equal_the_oracle(rows, metric, skip):
     """Two equal sequences at once, in steps of 256 tokens of which the last is not full: each as alone."""
-    output = attention(*rows).astype(np.float32)
+    output, share = attention(*rows).astype(np.float32), shares(*rows[:2]).astype(np.float32)
     state = covariance.init_statistics(HEADS, HEAD_DIM, skip_tokens=skip)
     state = dataclasses.replace(state, surrogate_metric=jnp.asarray(metric))
     for start in (0, 256):
         count = min(256, TOKENS - start)
         step = []
-        for part in (*rows, output):
+        for part in (*rows, output, share):
             padded = np.full((2, 256, *part.shape[1:]), np.nan, np.float32)  # padding may hold anything
             padded[:, :count] = part[start : start + count]
             step.append(padded)
@@ -208,6 +224,8 @@ def test_refusals(rows):
         covariance.update_statistics(state, query, key, value[:-1])
     with pytest.raises(ShapeError, match="query has shape"):
         covariance.update_statistics(state, query[:, :3], key, value)
+    with pytest.raises(ShapeError, match="coded_share has shape"):
+        covariance.update_statistics(state, query, key, value, None, query[:, :3, 0])
     with pytest.raises(ConfigError, match="no full page"):
         covariance.finalize_statistics(covariance.update_statistics(state, query[:63], key[:63], value[:63]))
     with pytest.raises(ConfigError, match="no query"):

@@ -78,7 +78,7 @@ def test_calibration_equals_float64(monkeypatch, tmp_path):
         for name, expected in float64_statistics(rows, metric, 64).items():
             np.testing.assert_allclose(getattr(entry, name), expected, rtol=1e-9, atol=1e-12, err_msg=name)
     # The rows are the model's own: its dense attention reproduces the outputs.
-    q, k, v, o = next(iter(seen.values()))[0]
+    q, k, v, o = next(iter(seen.values()))[0][:4]
     scores = np.einsum("tkgd,skd->kgts", q.reshape(-1, 2, 2, 16), k) / 4
     scores[..., np.triu(np.ones((230, 230), bool), 1)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -124,6 +124,7 @@ def test_statistics_are_those_of_the_jax_twin():
 
     generator = np.random.default_rng(0)
     rows = [generator.standard_normal((300, n, 32)).astype(np.float32) for n in (6, 2, 2, 6)]
+    rows.append(generator.random((300, 6)).astype(np.float32))
     results = []
     for package, convert in ((covariance, torch.from_numpy), (jax_covariance, np.asarray)):
         halves = [[convert(r[start : start + 150]) for r in rows] for start in (0, 150)]
