@@ -154,7 +154,7 @@ def _per_question(part: Partial, count: int) -> Partial:
         split = array.reshape(methods, heads, group, count, tokens // count, *rest)
         return jnp.moveaxis(split, 3, 1).reshape(methods * count, heads, group, tokens // count, *rest)
 
-    return Partial(*map(split, part))
+    return jax.tree.map(split, part)
 
 
 def retrieve(

@@ -32,8 +32,8 @@ def test_coded_share_is_that_of_the_jax_twin(window, sinks):
     stored = jnp.asarray(key)[None]
     rows = blockwise.write_rows(rows, 0, stored, stored, None)
     part = blockwise.attend_rows(
-        jnp.asarray(query)[None], rows, jnp.arange(540), 540, config=geometry, softmax_scale=0.25, sliding_window=window,
-        measure_coded=True,
+        jnp.asarray(query)[None], rows, jnp.arange(540), 540, config=geometry, softmax_scale=0.25,
+        sliding_window=window, measure_coded=True,
     )  # fmt: skip
     want = np.asarray(blockwise.coded_share(part, None if logits is None else jnp.asarray(logits)))[0]
     found = positions.coded_share(
