@@ -20,13 +20,16 @@ from .fingerprint import model_fingerprint
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer, interrupted
 from .model_check import _hub_id, cache_config, layer_windows
 from .static_layer import Ledger, StaticLayer
+from .tensor_parallel import model_shard, refuse_split_config
 
 
 class OscarCache(Cache):
     """A 2-bit cache for `model.generate(past_key_values=...)`.
 
     `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read, or
-    the model itself, whose weights then tell by their fingerprint whether the rotations are theirs. With
+    the model itself, whose weights then tell by their fingerprint whether the rotations are theirs. Of a
+    model split over ranks (`tp_plan`), which must be given itself and on every rank, the cache holds the
+    rank's heads, with their part of `rotations`. With
     `max_length` (tokens per sequence) memory is allocated once, `generate` compiles its steps on a GPU, and
     longer sequences raise CacheFullError; without it the pools grow. Layers with a short sliding window keep
     a BF16 ring by `window_policy`. `model_id`, default the hub name in the config, must be the one in the
@@ -51,9 +54,12 @@ class OscarCache(Cache):
     ) -> None:
         model: Any = config if isinstance(config, nn.Module) else None
         config = cast(Any, config if model is None else model.config)
+        if model is None:
+            refuse_split_config(config)
         text_config = config.get_text_config(decoder=True)
         windows = layer_windows(config)
         geometry = cache_config(text_config, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        self.shard = None if model is None else model_shard(model, geometry)
         if isinstance(rotations, RotationSet):
             validate_rotation_set(rotations)
         else:
@@ -72,9 +78,13 @@ class OscarCache(Cache):
             raise ConfigError(f"max_length = {max_length}, allowed: >= 1 or None")
         self.text_config = text_config
         self.ledger = None if max_length is None else Ledger(max_length)
+        held = {layer: rotations.layers[layer] for layer in int2}
+        if self.shard is not None:
+            geometry = self.shard.config(geometry)
+            held = {layer: self.shard.rotation(rotation) for layer, rotation in held.items()}
 
         def make_layer(layer: int, window: int | None) -> OscarLayer:
-            rotation = rotations.layers[layer] if layer in int2 else None
+            rotation = held.get(layer)
             options: dict[str, Any] = {
                 "sliding_window": window,
                 "max_length": max_length,
@@ -100,6 +110,9 @@ class OscarCache(Cache):
             )
         if layer_idx == 0:
             self._require_whole()
+        if self.shard is not None and self.shard.replicated:
+            own = slice(self.shard.heads.start, self.shard.heads.stop)
+            key_states, value_states = key_states[:, own], value_states[:, own]
         return self.layers[layer_idx].update(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -1,16 +1,20 @@
 """Which weights a transformers model has: the fingerprint that rotation sets carry."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
 from .model_check import cache_config
+from .tensor_parallel import whole
 
 
 def model_fingerprint(model: nn.Module) -> str:
     """The fingerprint of a transformers model's weights (core/fingerprint.py), equal to that of `oscar_jax`.
 
+    Of a model split over ranks (DTensor weights) it is that of the whole model; every rank must call this.
     Raises ConfigError for a model whose attention layers have no projection named k_proj or qkv_proj.
     """
     config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
@@ -22,11 +26,15 @@ def model_fingerprint(model: nn.Module) -> str:
         elif name.endswith("self_attn.qkv_proj"):
             first = geometry.num_query_heads * geometry.head_dim
             rows = geometry.num_key_value_heads * geometry.head_dim
-            keys.append(module.weight[first : first + rows])  # pyright: ignore[reportArgumentType, reportIndexIssue]
+            keys.append(whole(module.weight)[first : first + rows])  # pyright: ignore[reportArgumentType, reportIndexIssue]
     if len(keys) < 1:
         raise ConfigError(f"{type(model).__name__} has no self_attn.k_proj or qkv_proj")
-    embedding = model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
-    tensors = {"embedding": embedding[:EMBEDDING_ROWS], "first_key": keys[0], "last_key": keys[-1]}
+    embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    tensors = {
+        "embedding": whole(embedding.weight, EMBEDDING_ROWS),
+        "first_key": whole(keys[0]),
+        "last_key": whole(keys[-1]),
+    }
     return fingerprint_weights(
         geometry, config.num_hidden_layers, {name: _bytes(tensor) for name, tensor in tensors.items()}
     )
