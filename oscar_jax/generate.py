@@ -19,15 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from .core import cache_format as fmt
 from .core.errors import CacheFullError, ConfigError
 from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .layer_cache import DenseCache, LayerCache
-from .models.cached_attention import CachedAttention, allocate_model_cache, int2_layers, model_live_bytes
+from .models.cached_attention import CachedAttention, int2_layers
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .rotations.rotation import LayerRotation, RotationSet
+from .sharding.places import place_of
 
 PREFILL_CHUNK = 512  # tokens; chunk boundaries lie on multiples of it
 DECODE_BLOCK = 8  # tokens generated per dispatch, and so the grain of streaming
@@ -154,9 +156,10 @@ class Generator:
 
     `cache` is "int2" (needs rotations for every layer that is not kept in BF16) or "bf16"; `implementation`
     is that of `cache.attend`; a `tokenizer` (anything with `decode`) gives texts, and is needed for stop
-    strings. Calls without a `seed` draw with new seeds each, all fixed by the sampling's. Raises ConfigError,
-    or CheckpointError for rotations of other weights; a `model_id` equal to the rotations' own says that they
-    fit all the same.
+    strings. Calls without a `seed` draw with new seeds each, all fixed by the sampling's. With a `mesh` the
+    model is one that `sharding` has placed there, `config` the checkpoint's all the same, and every batch a
+    multiple of the mesh's data axis. Raises ConfigError, or CheckpointError for rotations of other weights; a
+    `model_id` equal to the rotations' own says that they fit all the same.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class Generator:
         implementation: str | None = None,
         model_id: str | None = None,
         tokenizer: Any | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"chunk = {chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
@@ -182,7 +186,8 @@ class Generator:
         self.window_policy, self.implementation = window_policy, implementation
         self.tokenizer = tokenizer
         needed = int2_layers(config, window_policy=window_policy) if cache == "int2" else ()
-        self.rotations = jax.tree.map(jnp.asarray, select_rotations(rotations, config, needed, model_id))
+        self._place = place_of(model, config, mesh)
+        self.rotations = self._place.rotations(select_rotations(rotations, config, needed, model_id))
         self._graph, self._parameters = nnx.split(model)
         self._dtype = model.dtype
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -250,8 +255,7 @@ class Generator:
         if caches is None:
             lengths = _check_prompts(prompts, self.config, max_new_tokens)
             longest = max(capacity, int(lengths.max()) + max_new_tokens)
-            stored = allocate_model_cache(
-                self.config,
+            stored = self._place.allocate(
                 len(prompts),
                 # whole chunks, so that runs of similar length share programs too
                 -(-longest // self.chunk) * self.chunk,
@@ -275,10 +279,10 @@ class Generator:
         """The tokens to be stored next, and the caches, found to have room for them and for the new ones."""
         stored = list(caches.caches if isinstance(caches, Generation) else caches)
         paged = int2_layers(self.config, window_policy=self.window_policy) if self.cache == "int2" else ()
-        _check_geometry(stored, self.config, paged, len(prompts))
+        _check_geometry(stored, self._place.config, paged, len(prompts))
         if isinstance(caches, Generation):
             prompts = [[last[-1], *prompt] for last, prompt in zip(caches.tokens, prompts)]
-        before = np.asarray(stored[0].lengths)
+        before = self._place.host(stored[0].lengths)
         lengths = _check_prompts(prompts, self.config, max_new_tokens, before)
         _check_room(stored, before + lengths + max_new_tokens - 1)  # the last token is not stored
         return [list(prompt) for prompt in prompts], stored
@@ -299,7 +303,7 @@ class Generator:
         logprobs: bool,
     ) -> collections.abc.Generator[tuple[int, int], None, Generation]:
         """The run itself; the clock stands still while a caller has a token in hand."""
-        compiled_before, key = self._compile_seconds, jax.random.key(seed)
+        compiled_before, key = self._compile_seconds, self._place.put(jax.random.key(seed))
         lengths = np.array([len(prompt) for prompt in prompts])
         new: list[list[int]] = [[] for _ in prompts]
         scores: list[list[float]] = [[] for _ in prompts]
@@ -329,13 +333,15 @@ class Generator:
         decode_seconds, made = 0.0, 1
         while True:
             if stop:
-                done = done | jnp.asarray([reader.stopped for reader in readers])
+                stopped = np.array([reader.stopped for reader in readers])
+                done = self._place.put(np.asarray(done) | stopped)
             if made >= max_new_tokens or np.asarray(done).all():
                 break
             started, compiling = time.perf_counter(), self._compile_seconds
             # After a stop string nothing may be stored, and only the host can read text.
             steps = 1 if stop else min(DECODE_BLOCK, max_new_tokens - made)
-            arguments = (self._parameters, tokens, done, caches, jnp.int32(made), jnp.int32(steps), key)
+            counts = self._place.put(np.int32(made)), self._place.put(np.int32(steps))
+            arguments = (self._parameters, tokens, done, caches, *counts, key)
             block, block_scores, tokens, done, caches = self._run(
                 "decode", self._decode_block, *arguments, self.rotations, static=(logprobs,), donate=(3,)
             )
@@ -353,7 +359,7 @@ class Generator:
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             decode_tokens=total - len(prompts),
-            cache_bytes=model_live_bytes(caches, self.config),
+            cache_bytes=self._place.live_bytes(caches),
         )
         finish = ["eos" if sequence[-1] in self.eos else "length" for sequence in new]
         for sequence, reader in enumerate(readers):
@@ -380,10 +386,10 @@ class Generator:
         padded = np.zeros((len(prompts), -(-longest // width) * width), np.int32)
         for row, prompt in zip(padded, prompts):
             row[: len(prompt)] = prompt
-        last_rows = jnp.zeros((len(prompts), self.config.hidden_size), self._dtype)
+        last_rows = self._place.put(np.zeros((len(prompts), self.config.hidden_size), self._dtype))
         for start in range(0, longest, width):
-            new_lengths = jnp.asarray(np.clip(lengths - start, 0, width), jnp.int32)
-            chunk = jnp.asarray(padded[:, start : start + width])
+            new_lengths = self._place.put(np.clip(lengths - start, 0, width).astype(np.int32))
+            chunk = self._place.put(padded[:, start : start + width])
             arguments = (self._parameters, chunk, new_lengths, last_rows, caches, self.rotations)
             last_rows, caches = self._run("prefill", self._prefill_chunk, *arguments, donate=(3, 4))
         return last_rows, caches
@@ -400,13 +406,13 @@ class Generator:
         """Stores tokens int32 [B, T]; last_rows [B, H] is replaced where a sequence has new tokens."""
         hidden, caches = self._rows(parameters, tokens, new_lengths, caches, rotations)
         last = jnp.take_along_axis(hidden, jnp.maximum(new_lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        return jnp.where((new_lengths > 0)[:, None], last, last_rows), caches
+        return self._place.everywhere(jnp.where((new_lengths > 0)[:, None], last, last_rows)), caches
 
     def _first(
         self, logprobs: bool, parameters: Any, last_rows: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The first new tokens int32 [B], their log-probabilities, and which sequences end with them."""
-        return self._choose(logprobs, parameters, last_rows, key, jnp.int32(0))
+        return self._place.everywhere(self._choose(logprobs, parameters, last_rows, key, jnp.int32(0)))
 
     def _decode_block(
         self,
@@ -442,13 +448,20 @@ class Generator:
         block = jnp.full((tokens.shape[0], DECODE_BLOCK), -1, jnp.int32)
         state = (jnp.int32(0), block, jnp.zeros(block.shape, jnp.float32), tokens, done, caches)
         _, block, scores, tokens, done, caches = jax.lax.while_loop(unfinished, advance, state)
-        return block, scores, tokens, done, caches
+        return *self._place.everywhere((block, scores, tokens, done)), caches
 
     def _rows(
         self, parameters: Any, tokens: jax.Array, new_lengths: jax.Array, caches: list[Any], rotations: Any
     ) -> tuple[jax.Array, list[Any]]:
         """Last hidden rows [B, T, H] of new tokens, and the caches with the tokens stored."""
-        attention = CachedAttention(self.config, rotations, new_lengths, implementation=self.implementation)
+        attention = CachedAttention(
+            self.config,
+            rotations,
+            new_lengths,
+            implementation=self.implementation,
+            attend=self._place.attend,
+        )
+        tokens = self._place.by_sequence(tokens)
         positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
         model = nnx.merge(self._graph, parameters)
         return model.hidden_states(tokens, caches, positions=positions, attention=attention)
@@ -490,7 +503,8 @@ class Generator:
         if key not in self._programs:
             started = time.perf_counter()
             program = jax.jit(functools.partial(function, *static), donate_argnums=donate)
-            self._programs[key] = program.lower(*arguments).compile()
+            with self._place.context():
+                self._programs[key] = program.lower(*arguments).compile()
             self._compile_seconds += time.perf_counter() - started
         return self._programs[key](*arguments)
 

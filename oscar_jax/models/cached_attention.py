@@ -1,6 +1,6 @@
 """Decoding through caches: the attention strategy over INT2 or BF16 layer caches, and their allocation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ class CachedAttention:
     `new_lengths` int32 [B] counts the rows of each sequence that are real; the rest of the T rows is padding.
     `rotations` holds a LayerRotation per layer with a LayerCache. Keys and values are rounded to the cache's
     dtype before anything reads them, so that a token's row is the same whether its chunk or a later one
-    attends to it. Raises ConfigError for a layer without rotation.
+    attends to it. `attend` is `cache.attend`, or its like on a mesh. Raises ConfigError for a layer without
+    rotation.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class CachedAttention:
         new_lengths: jax.Array,
         *,
         implementation: str | None = None,
+        attend: Callable[..., tuple[jax.Array, Any]] = attend,
     ) -> None:
         self.config, self.rotations, self.new_lengths = config, rotations, new_lengths
-        self.implementation = implementation
+        self.implementation, self.attend = implementation, attend
 
     def __call__(
         self, layer: int, query: jax.Array, key: jax.Array, value: jax.Array, state: Any, **sinks: jax.Array
@@ -45,7 +47,7 @@ class CachedAttention:
                 f"layer {layer} has an INT2 cache but no rotation, have: {sorted(self.rotations)}"
             )
         dtype = state.key.dtype if isinstance(state, DenseCache) else jnp.bfloat16
-        return attend(
+        return self.attend(
             query,
             key.astype(dtype),
             value.astype(dtype),

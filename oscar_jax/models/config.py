@@ -61,6 +61,9 @@ class ModelConfig:
     bos_token_id: int | None = None  # put before every text, None: nothing
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str | None = None  # of the weights that were loaded, core/fingerprint.py
+    # Of a decoder spread over devices, see `for_shards`; 1 and 1: all on one.
+    shards: int = 1  # column groups of the joined projections, each with its own query, key and value heads
+    head_copies: int = 1  # how often each key/value head of the checkpoint stands, side by side
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -81,6 +84,29 @@ class ModelConfig:
         if len(self.layer_windows) != self.num_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
         self.cache_config()  # checks heads and head_dim
+
+    def for_shards(self, shards: int) -> "ModelConfig":
+        """The same model spread over `shards` devices: each has whole heads, columns and experts of its own.
+
+        Fewer key/value heads than devices are copied, so that each device has the one its queries read.
+        Raises ConfigError, naming the width, if something does not divide.
+        """
+        heads, experts = self.num_key_value_heads, self.experts
+        copies = 1 if heads % shards == 0 else shards // heads
+        widths = {"num_query_heads": self.num_query_heads, "num_key_value_heads": heads * copies}
+        if experts is None or self.dense_layers:
+            widths["intermediate_size"] = self.intermediate_size
+        if experts is not None:
+            widths |= {"experts": experts.count, "shared_size": experts.shared_size}
+        for name, width in widths.items():
+            if shards < 1 or width % shards or not copies:
+                raise ConfigError(
+                    f"{self.model_id!r} does not spread over {shards} devices: {name} = {width}, allowed: "
+                    "divisors of it (of key/value heads also multiples)"
+                )
+        return dataclasses.replace(
+            self, num_key_value_heads=heads * copies, shards=shards, head_copies=copies * self.head_copies
+        )
 
     def cache_config(self, **windows: int) -> CacheConfig:
         """Geometry of one layer's cache; `windows` are `sink_tokens` and `recent_tokens`."""

@@ -152,6 +152,17 @@ class RMSNorm(nnx.Module):
         return (y * self.weight[...]).astype(x.dtype)
 
 
+def split_columns(rows: jax.Array, widths: Sequence[int], shards: int) -> list[jax.Array]:
+    """The parts [..., width] of rows [..., sum(widths)]; each of `shards` groups of columns has some of all.
+
+    So a device that holds one group has its own heads of query, key and value, and nothing moves.
+    """
+    pieces = [width // shards for width in widths]
+    grouped = rows.reshape(*rows.shape[:-1], shards, sum(pieces))
+    parts = jnp.split(grouped, np.cumsum(pieces)[:-1].tolist(), axis=-1)
+    return [part.reshape(*rows.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
 class Attend(nnx.Module):
     """Projections, QK-norm and RoPE around an `Attention` strategy."""
 
@@ -174,7 +185,7 @@ class Attend(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """x [B, T, H] -> [B, T, H] and the layer's new state."""
         batch, length, _ = x.shape
-        query, key, value = jnp.split(self.qkv_proj(x), np.cumsum(self.widths)[:-1], axis=-1)
+        query, key, value = split_columns(self.qkv_proj(x), self.widths, self.config.shards)
         if self.config.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
@@ -200,13 +211,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, make_linear: MakeLinear, inner: int | None = None) -> None:
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
+        self.inner, self.shards = inner, config.shards
         self.gate_up_proj = make_linear(hidden, 2 * inner, use_bias=bias)
         self.down_proj = make_linear(inner, hidden, use_bias=bias)
         self.activation = activation_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, H] -> [B, T, H]."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        gate, up = split_columns(self.gate_up_proj(x), (self.inner, self.inner), self.shards)
         return self.down_proj(self.activation(gate) * up)
 
 
@@ -220,6 +232,7 @@ def make_mlp(config: ModelConfig, layer: int, make_linear: MakeLinear) -> MLP | 
         experts,
         activation_of(config),
         make_linear,
+        shards=config.shards,
         make_shared=lambda: MLP(config, make_linear, experts.shared_size),
     )
 

@@ -6,15 +6,18 @@ as in a decode step, gather the weights of their experts, so that no other exper
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError
 
+# Axes of a mesh of devices: sequences are spread over the first, heads, columns and experts over the second.
+DATA_AXIS, MODEL_AXIS = "data", "model"
 ROUTERS = ("softmax", "softmax_of_top", "sigmoid")
 
 
@@ -98,23 +101,34 @@ class ExpertProjection(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((config.count, width_out), param_dtype))
         self.has_bias = config.bias
 
-    def __call__(
+    def arrays(self) -> "ExpertArrays":
+        """The weights as a tree of arrays."""
+        return ExpertArrays(self.kernel[...], self.bias[...] if self.has_bias else None)
+
+
+class ExpertArrays(NamedTuple):
+    """The weights of one projection of the experts that a device has."""
+
+    kernel: jax.Array  # [E, in, out]
+    bias: jax.Array | None  # [E, out]
+
+    def apply(
         self, rows: jax.Array, experts: jax.Array, group_sizes: jax.Array | None, precision: Any
     ) -> jax.Array:
         """Rows [R, in], of which row r goes through experts[r] -> [R, out] in the dtype of rows.
 
         `group_sizes` int32 [E] counts rows per expert, rows sorted by expert; None: each row gathers its own.
         """
-        kernel = self.kernel[...].astype(rows.dtype)
+        kernel = self.kernel.astype(rows.dtype)
         if group_sizes is None:
             out = jnp.einsum("ri,rio->ro", rows, kernel[experts], precision=precision)
         else:
             out = jax.lax.ragged_dot(rows, kernel, group_sizes, precision=precision)
-        return out + self.bias[...].astype(rows.dtype)[experts] if self.has_bias else out
+        return out if self.bias is None else out + self.bias.astype(rows.dtype)[experts]
 
 
 class Experts(nnx.Module):
-    """The experts' MLPs."""
+    """The experts' MLPs; with `shards` > 1 each device of the mesh's model axis has some of them, whole."""
 
     def __init__(
         self,
@@ -122,30 +136,64 @@ class Experts(nnx.Module):
         config: ExpertsConfig,
         activation: Callable[[jax.Array], jax.Array],
         param_dtype: Any,
+        shards: int = 1,
     ) -> None:
-        self.config, self.activation = config, activation
+        self.config, self.activation, self.shards = config, activation, shards
         inner = config.intermediate_size
         self.gate_proj = ExpertProjection(config, hidden, inner, param_dtype)
         self.up_proj = ExpertProjection(config, hidden, inner, param_dtype)
         self.down_proj = ExpertProjection(config, inner, hidden, param_dtype)
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, precision: Any) -> jax.Array:
-        """Rows [M, H], experts int32 [M, k] and their weights float32 [M, k] -> [M, H]."""
+        """Rows [M, H], experts int32 [M, k] and their weights float32 [M, k] -> [M, H].
+
+        Spread over devices, the mesh is that of the context (`jax.set_mesh`).
+        """
+        projections = [part.arrays() for part in (self.gate_proj, self.up_proj, self.down_proj)]
+        if self.shards == 1:
+            return self._mixed(projections, x, chosen, weights, precision, None).astype(x.dtype)
+        over = jax.sharding.get_abstract_mesh().shape.get(DATA_AXIS, 1)
+        rows = PartitionSpec(DATA_AXIS if len(x) % over == 0 else None)
+
+        def of_a_shard(projections: Any, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+            first = jax.lax.axis_index(MODEL_AXIS) * (self.config.count // self.shards)
+            return jax.lax.psum(self._mixed(projections, x, chosen, weights, precision, first), MODEL_AXIS)
+
+        specs = (PartitionSpec(MODEL_AXIS), rows, rows, rows)
+        mixed = jax.shard_map(of_a_shard, in_specs=specs, out_specs=rows, check_vma=False)
+        return mixed(projections, x, chosen, weights).astype(x.dtype)
+
+    def _mixed(
+        self,
+        projections: Sequence[ExpertArrays],
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        precision: Any,
+        first: jax.Array | None,
+    ) -> jax.Array:
+        """The weighted sum, float32 [M, H], of experts `first`, `first` + 1, ...; None: of all there are."""
         each = chosen.shape[-1]
         experts = chosen.reshape(-1)
+        here = len(projections[0].kernel)
+        mine = None
+        if first is not None:  # rows for experts elsewhere come last, and count nothing
+            experts = jnp.where((experts >= first) & (experts < first + here), experts - first, here)
         order, sizes = jnp.arange(len(experts)), None
         if len(experts) > self.config.count:  # more rows than experts: sort them, read every expert once
             order = jnp.argsort(experts, stable=True)
             experts = experts[order]
-            sizes = jnp.bincount(experts, length=self.config.count).astype(jnp.int32)
+            sizes = jnp.bincount(experts, length=here).astype(jnp.int32)
+        if first is not None:
+            mine, experts = (experts < here)[:, None], jnp.minimum(experts, here - 1)
         rows = x[order // each]
-        gate, up = (
-            projection(rows, experts, sizes, precision) for projection in (self.gate_proj, self.up_proj)
-        )
-        out = self.down_proj(self._join(gate, up), experts, sizes, precision)
+        gate, up = (part.apply(rows, experts, sizes, precision) for part in projections[:2])
+        out = projections[2].apply(self._join(gate, up), experts, sizes, precision)
         out = out.astype(jnp.float32) * weights.reshape(-1)[order, None]
+        if mine is not None:
+            out = jnp.where(mine, out, 0.0)
         back = jnp.zeros((len(experts), x.shape[-1]), jnp.float32).at[order].set(out)
-        return back.reshape(len(x), each, -1).sum(axis=1).astype(x.dtype)
+        return back.reshape(len(x), each, -1).sum(axis=1)
 
     def _join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.config.swiglu_clamp is None:
@@ -165,11 +213,12 @@ class SparseMLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array],
         make_linear: functools.partial[nnx.Linear],
         make_shared: Callable[[], Callable[[jax.Array], jax.Array]],
+        shards: int = 1,
     ) -> None:
         self.config, self.precision = config, make_linear.keywords["precision"]
         param_dtype = make_linear.keywords["param_dtype"]
         self.router = Router(hidden, config, param_dtype)
-        self.experts = Experts(hidden, config, activation, param_dtype)
+        self.experts = Experts(hidden, config, activation, param_dtype, shards)
         if config.shared_size:
             self.shared_expert = make_shared()
         if config.shared_gate:

@@ -80,9 +80,8 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
-        if len(index) > len(self.shape) or not all(
-            isinstance(s, slice) and s.step in (None, 1) for s in index
-        ):
+        plain = all(isinstance(part, slice) and part.step in (None, 1) for part in index)
+        if len(index) > len(self.shape) or not plain:
             return np.asarray(self)[index]
         ranges = [s.indices(size) for s, size in zip((*index, *[slice(None)] * len(self.shape)), self.shape)]
         return self._read(tuple(slice(first, max(first, last)) for first, last, _ in ranges))

@@ -85,19 +85,40 @@ class GGUFFile:
                     f"library cannot dequantize, allowed: {', '.join(sorted(allowed))}"
                 )
 
-    def load(self, name: str) -> np.ndarray:
-        """The tensor dequantized to float32, rows first; its code must pass `check_readable`."""
+    def load(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor dequantized to float32, rows first; its code must pass `check_readable`.
+
+        `index`, a slice with whole numbers per axis, asks for a part: only its blocks are read.
+        """
+        from gguf.constants import GGML_QUANT_SIZES
+
+        tensor = self.tensors[name]
+        block, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
+        if not tensor.shape or tensor.shape[-1] % block:  # a block lies across rows
+            whole = self._dequantized(tensor.quantization, self.raw(name).reshape(-1, block_bytes))
+            return whole.reshape(tensor.shape)[index or ()]
+        blocks = self.raw(name).reshape(*tensor.shape[:-1], tensor.shape[-1] // block, block_bytes)
+        if index is None:
+            whole = self._dequantized(tensor.quantization, blocks.reshape(-1, block_bytes))
+            return whole.reshape(tensor.shape)
+        columns = index[-1]
+        first, last = columns.start // block, -(-columns.stop // block)
+        blocks = blocks[(*index[:-1], slice(first, last))]
+        rows = self._dequantized(tensor.quantization, blocks.reshape(-1, block_bytes))
+        rows = rows.reshape(*blocks.shape[:-2], (last - first) * block)
+        return rows[..., columns.start - first * block : columns.stop - first * block]
+
+    @staticmethod
+    def _dequantized(quantization: Any, blocks: np.ndarray) -> np.ndarray:
+        """Blocks uint8 [n, bytes] of one code -> float32 [n, elements]."""
         from gguf import quants
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        tensor = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
-        if tensor.quantization in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-            return quants.dequantize(raw, tensor.quantization).reshape(tensor.shape)
-        codec = getattr(quants, tensor.quantization.name)
+        block, _ = GGML_QUANT_SIZES[quantization]
+        if quantization in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            return quants.dequantize(blocks.reshape(-1), quantization).reshape(-1, block)
+        codec = getattr(quants, quantization.name)
         # Large groups of blocks: the library's own loop takes 16 rows at a time.
-        block, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
-        blocks = raw.reshape(-1, block_bytes)
         out = np.empty((len(blocks), block), np.float32)
 
         def fill(start: int) -> None:
@@ -111,7 +132,7 @@ class GGUFFile:
         else:  # the embedding alone can be half of the file
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(fill, starts))
-        return out.reshape(tensor.shape)
+        return out
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self._data[:4] != _MAGIC:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..core.errors import CheckpointError
-from .family import TensorSource
+from .family import LazyTensor, TensorSource
 
 
 def split(source: TensorSource, parts: Mapping[str, Sequence[tuple[str, int]]]) -> TensorSource:
@@ -33,11 +33,19 @@ def split(source: TensorSource, parts: Mapping[str, Sequence[tuple[str, int]]]) 
             shapes[new], places[new] = (count, *shape[1:]), (name, slice(start, start + count))
             start += count
 
-    def load(name: str) -> np.ndarray:
+    def load(name: str) -> np.ndarray | LazyTensor:
         if name not in places:
             return source.load(name)
         stored, part = places[name]
-        return source.load(stored)[part]
+        tensor = source.load(stored)
+        if isinstance(tensor, np.ndarray):
+            return tensor[part]
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            rows = slice(part.start + index[0].start, part.start + index[0].stop)
+            return tensor[rows, *index[1:]]
+
+        return LazyTensor(shapes[name], read)
 
     return dataclasses.replace(source, shapes=shapes, load=load)
 
@@ -60,10 +68,15 @@ def stack_experts(source: TensorSource) -> TensorSource:
             raise CheckpointError(f"{name}: experts {sorted(experts)} of shapes {sorted(found)} do not stack")
         shapes[name] = (len(experts), *found.pop())
 
-    def load(name: str) -> np.ndarray:
+    def load(name: str) -> np.ndarray | LazyTensor:
         if name not in members:
             return source.load(name)
-        return np.stack([source.load(members[name][expert]) for expert in range(len(members[name]))])
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            experts, rest = range(index[0].start, index[0].stop), index[1:]
+            return np.stack([source.load(members[name][expert])[rest] for expert in experts])
+
+        return LazyTensor(shapes[name], read)
 
     return dataclasses.replace(source, shapes=shapes, load=load)
 

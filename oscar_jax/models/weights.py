@@ -6,13 +6,14 @@ tensor by tensor, so that no second copy of the weights exists.
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from flax import nnx
 from ..core.errors import CheckpointError
 from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
 from .config import ModelConfig
-from .decoder import Decoder
-from .family import Family, TensorSource, all_families
+from .decoder import Decoder, split_columns
+from .family import Family, LazyTensor, TensorSource, all_families
 from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile
 from .hf_config import read_hf_config, read_quantization
@@ -62,14 +63,26 @@ _LOADERS = 8  # tensors read at the same time
 _HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where weights go, over how many `shards` a model is spread (`ModelConfig.for_shards`).
+
+    `sharding_of` gets a parameter's name in the decoder, "layers.0.mlp.down_proj.kernel", and its shape.
+    """
+
+    shards: int
+    sharding_of: Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
+
 def load_model(
-    path: str | Path, *, dtype: Any = None, param_dtype: Any = None
+    path: str | Path, *, dtype: Any = None, param_dtype: Any = None, placement: Placement | None = None
 ) -> tuple[Decoder, ModelConfig, Any]:
     """Decoder, its configuration and its tokenizer from a directory, a .gguf file or a weights package.
 
     `dtype` is the compute dtype: by default float32 on CPU, bfloat16 elsewhere; `param_dtype`, by default the
     same, that of the stored weights. The configuration's bos_token_id is the one
-    the tokenizer puts before texts. Raises CheckpointError or ConfigError naming the cause.
+    the tokenizer puts before texts. With a `placement` each host reads the parts that its devices hold, and
+    the configuration stays the checkpoint's. Raises CheckpointError or ConfigError naming the cause.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -78,7 +91,11 @@ def load_model(
     tokenizer = load_tokenizer(path)
     config = dataclasses.replace(config, bos_token_id=leading_bos(tokenizer))
     model = build_model(
-        config, source, dtype=dtype, param_dtype=dtype if param_dtype is None else param_dtype
+        config,
+        source,
+        dtype=dtype,
+        param_dtype=dtype if param_dtype is None else param_dtype,
+        placement=placement,
     )
     return model, dataclasses.replace(config, fingerprint=weights_fingerprint(model)), tokenizer
 
@@ -200,40 +217,101 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
     family = all_families()[config.family]
     stored = {_hf_name(name, family): name for name in file.tensors if name != _GGUF_ROPE_DIVISORS}
 
-    def load(name: str) -> np.ndarray:
-        tensor = file.load(stored[name])
-        if family.gguf_interleaves_rope and ".self_attn.q_proj." in name:
-            return _undo_interleaving(tensor, config.num_query_heads)
-        if family.gguf_interleaves_rope and ".self_attn.k_proj." in name:
-            return _undo_interleaving(tensor, config.num_key_value_heads)
-        return tensor
-
     shapes = {name: file.tensors[source].shape for name, source in stored.items()}
+
+    def load(name: str) -> LazyTensor:
+        interleaved = re.search(r"\.self_attn\.[qk]_proj\.", name) if family.gguf_interleaves_rope else None
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            if not interleaved:
+                return file.load(stored[name], index)
+            # Whole heads are read, and their rows put in order.
+            rows, width = index[0], config.head_dim
+            first, last = rows.start // width, -(-rows.stop // width)
+            heads = file.load(stored[name], (slice(first * width, last * width), *index[1:]))
+            heads = _undo_interleaving(heads, last - first)
+            return heads[rows.start - first * width : rows.stop - first * width]
+
+        return LazyTensor(shapes[name], read)
+
     return TensorSource(shapes, load, norms_include_one=True)
 
 
-def build_model(config: ModelConfig, source: TensorSource, *, dtype: Any, param_dtype: Any) -> Decoder:
-    """The decoder with the source's weights; CheckpointError lists every tensor that does not fit."""
+def build_model(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    dtype: Any,
+    param_dtype: Any,
+    placement: Placement | None = None,
+) -> Decoder:
+    """The decoder with the source's weights; CheckpointError lists every tensor that does not fit.
+
+    With a `placement` every device gets its own part of each weight, read by its own host, and no other.
+    """
     family = all_families()[config.family]
     source = family.adapt(source, config)
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
+    spread = config if placement is None else config.for_shards(placement.shards)
+    graph, state = nnx.split(abstract_model(spread, dtype=dtype, param_dtype=param_dtype))
     wanted, structure = jax.tree_util.tree_flatten_with_path(state)
-    parameters = [_Parameter.from_path(path, leaf, family, config) for path, leaf in wanted]
+    parameters = [_Parameter.from_path(path, leaf, family, spread) for path, leaf in wanted]
     _check_tensors(parameters, source.shapes, config.tie_embeddings)
 
-    def fill(parameter: _Parameter) -> jax.Array:
-        parts = [np.asarray(source.load(name)) for name in parameter.names]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def read(parameter: _Parameter, index: tuple[slice, ...]) -> np.ndarray:
+        array = parameter.read(source, index)
         if config.norm_plus_one and parameter.is_norm and not source.norms_include_one:
             array = array.astype(np.float32) + 1.0
-        array = array.swapaxes(-1, -2) if parameter.transposed else array
-        return jnp.asarray(array, dtype=parameter.dtype)
+        return array
+
+    def fill(parameter: _Parameter) -> jax.Array:
+        if placement is None:
+            return jnp.asarray(read(parameter, (slice(None),) * len(parameter.shape)), dtype=parameter.dtype)
+
+        @functools.cache  # devices with the same part get the same array
+        def part(*bounds: tuple[int, int]) -> np.ndarray:
+            array = read(parameter, tuple(slice(*pair) for pair in bounds))
+            return np.ascontiguousarray(array.astype(parameter.dtype))
+
+        return jax.make_array_from_callback(
+            parameter.shape,
+            placement.sharding_of(parameter.name, parameter.shape),
+            lambda index: part(*(s.indices(n)[:2] for s, n in zip(index, parameter.shape))),
+            dtype=parameter.dtype,
+        )
 
     # Threads: NumPy lets go of the interpreter while it dequantizes; few, so that few tensors exist twice.
     with ThreadPoolExecutor(min(_LOADERS, os.cpu_count() or 1)) as pool:
         leaves = list(pool.map(fill, parameters))
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+
+
+def abstract_model(config: ModelConfig, *, dtype: Any, param_dtype: Any) -> Decoder:
+    """The decoder with shapes in place of weights."""
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+
+
+def tensors_of(model: Decoder) -> TensorSource:
+    """The tensors of a decoder of one device under Hugging Face names, as a checkpoint would offer them."""
+    family = all_families()[model.config.family]
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.state(model))[0]
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, tuple[jax.Array, bool, _Piece]] = {}
+    for path, leaf in leaves:
+        parameter = _Parameter.from_path(path, leaf, family, model.config)
+        shapes |= parameter.shapes
+        places |= {piece.name: (leaf, parameter.transposed, piece) for piece in parameter.pieces}
+
+    def load(name: str) -> np.ndarray:
+        leaf, transposed, piece = places[name]
+        array = np.asarray(leaf)
+        return (array.swapaxes(-1, -2) if transposed else array)[piece.start : piece.stop]
+
+    return TensorSource(shapes, load, norms_include_one=True)
+
+
+def parameter_names(state: Any) -> list[str]:
+    """The names of a decoder's state in the order of its leaves, such as "layers.0.mlp.down_proj.kernel"."""
+    return [_name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
 def _hf_name(name: str, family: Family) -> str:
@@ -253,45 +331,92 @@ def _undo_interleaving(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def _name_of(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Rows `start` to `stop` of what is joined: those of the tensor `name` from `first` on."""
+
+    name: str
+    start: int
+    stop: int
+    first: int
+
+
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
     """One parameter of the decoder and the Hugging Face tensors it comes from, joined along their rows."""
 
+    name: str
+    shape: tuple[int, ...]
     # by name, as stored: [out, in] for projections, [experts, out, in] for experts'
     shapes: Mapping[str, tuple[int, ...]]
+    pieces: tuple[_Piece, ...]  # in the order in which they are joined
     dtype: Any
     transposed: bool
     is_norm: bool
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors, in the order in which they are joined."""
-        return tuple(self.shapes)
-
     @classmethod
     def from_path(cls, path: tuple[Any, ...], leaf: Any, family: Family, config: ModelConfig) -> "_Parameter":
         """From a leaf of the decoder's state: "layers.0.mlp.down_proj.kernel" is stored as "....weight"."""
-        path_name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        path_name = _name_of(path)
         module, _, kind = path_name.rpartition(".")
         suffix = "weight" if kind in ("kernel", "embedding") else kind
         transposed = kind == "kernel"
         shape = (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2]) if transposed else leaf.shape
         place, _, last = module.rpartition(".")
-        shapes = {
-            family.tensor_name(f"{place}.{part}.{suffix}"): (width, *shape[1:])
-            for part, width in _joined(last, config, shape[0]).items()
-        } or {family.tensor_name(f"{module}.{suffix}"): shape}
-        return cls(shapes, leaf.dtype, transposed, module.endswith("norm"))
+        parts = {
+            family.tensor_name(f"{place}.{part}.{suffix}" if place else f"{part}.{suffix}"): split
+            for part, split in _joined(last, config, shape[0]).items()
+        }
+        pieces, start = [], 0
+        for shard in range(max(split.shards for split in parts.values())):
+            for name, split in parts.items():
+                width = split.width * split.copies // split.shards
+                pieces.append(_Piece(name, start, start + width, shard // split.copies * width))
+                start += width
+        shapes = {name: (split.width, *shape[1:]) for name, split in parts.items()}
+        return cls(
+            path_name, leaf.shape, shapes, tuple(pieces), leaf.dtype, transposed, module.endswith("norm")
+        )
+
+    def read(self, source: TensorSource, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of the parameter, a slice per axis; no more than that is read."""
+        stored = (*index[:-2], index[-1], index[-2]) if self.transposed else index
+        start, stop, _ = stored[0].indices(self.pieces[-1].stop)
+        found = []
+        for piece in self.pieces:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                rows = slice(piece.first + low - piece.start, piece.first + high - piece.start)
+                found.append(np.asarray(source.load(piece.name)[(rows, *stored[1:])]))
+        array = found[0] if len(found) == 1 else np.concatenate(found)
+        return array.swapaxes(-1, -2) if self.transposed else array
 
 
-def _joined(module: str, config: ModelConfig, width: int) -> dict[str, int]:
-    """The projections, with their widths, that a module `width` wide does in one product; else none."""
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A stored tensor of `width` rows: in how many pieces it is joined, how often each head stands."""
+
+    width: int
+    shards: int = 1
+    copies: int = 1
+
+
+def _joined(module: str, config: ModelConfig, width: int) -> dict[str, _Split]:
+    """The tensors that make a module `width` rows wide: its own, or those of a product of several."""
+    shards, copies = config.shards, config.head_copies
+    query = _Split(config.num_query_heads * config.head_dim, shards)
+    key = _Split(config.num_key_value_heads // copies * config.head_dim, shards, copies)
     if module == "qkv_proj":
-        query, key = (n * config.head_dim for n in (config.num_query_heads, config.num_key_value_heads))
         return {"q_proj": query, "k_proj": key, "v_proj": key}
     if module == "gate_up_proj":
-        return {"gate_proj": width // 2, "up_proj": width // 2}
-    return {}
+        return {"gate_proj": _Split(width // 2, shards), "up_proj": _Split(width // 2, shards)}
+    if module == "k_norm" and config.qk_norm == "projection":
+        return {module: key}
+    return {module: _Split(width)}
 
 
 def _check_tensors(
@@ -318,10 +443,14 @@ def _check_tensors(
 def weights_fingerprint(model: Decoder) -> str:
     """The fingerprint of a model's weights (core/fingerprint.py), whatever they were loaded from and as."""
 
+    config = model.config
+    heads = config.num_key_value_heads // config.head_copies
+
     def key_weight(layer: int) -> jax.Array:
         attend = model.layers[layer].self_attn
-        query, key, _ = attend.widths
-        return attend.qkv_proj.kernel[...][:, query : query + key].T
+        _, key, _ = split_columns(attend.qkv_proj.kernel[...], attend.widths, config.shards)
+        each = key.reshape(len(key), heads, config.head_copies, -1)[:, :, 0]
+        return each.reshape(len(key), -1).T
 
     arrays = {
         "embedding": model.embed_tokens.embedding[...][:EMBEDDING_ROWS],
@@ -329,13 +458,22 @@ def weights_fingerprint(model: Decoder) -> str:
         "last_key": key_weight(-1),
     }
     return fingerprint_weights(
-        model.config,
-        model.config.num_layers,
+        dataclasses.replace(config, num_key_value_heads=heads),
+        config.num_layers,
         {
-            name: np.asarray(array.astype(jnp.bfloat16)).view(np.uint16).astype("<u2").tobytes()
+            name: host_array(array.astype(jnp.bfloat16)).view(np.uint16).astype("<u2").tobytes()
             for name, array in arrays.items()
         },
     )
+
+
+def host_array(array: jax.Array) -> np.ndarray:
+    """A whole array in the memory of this host, also if other hosts hold parts of it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def parameter_count(model: Decoder) -> int:

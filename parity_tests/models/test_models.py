@@ -308,7 +308,7 @@ def test_quantized_gguf_blocks_are_dequantized(references: dict, tmp_path: Path)
     write_gguf(tmp_path / "tiny.gguf", "qwen3", reference, quantized=("o_proj",))
     source = open_checkpoint(tmp_path / "tiny.gguf")[1]
     for name, tensor in reference.state_dict().items():
-        error = np.abs(source.load(name) - tensor.numpy()).max()
+        error = np.abs(np.asarray(source.load(name)) - tensor.numpy()).max()
         assert 0 < error < 0.01 if "o_proj" in name else error == 0, name
 
 

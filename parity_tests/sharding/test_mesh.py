@@ -1,0 +1,184 @@
+"""JAX on many devices: eight virtual ones of a CPU, in a process of their own each time.
+
+What is stored is equal to one device's to the bit where the rows are; what a whole model makes of a prompt is
+equal in its tokens, and its rows differ by what float32 sums of another order differ by.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_eight_devices(code: str, *arguments: str) -> list[str]:
+    """The lines that a program prints on eight virtual devices; its failure is the test's."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()
+
+
+ATTEND = """
+import dataclasses, re
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType
+from oscar_jax import sharding
+from oscar_jax.cache import allocate_dense_cache, allocate_layer_cache, attend, live_bytes
+from oscar_jax.core.config import CacheConfig
+from oscar_jax.rotations.rotation import hadamard_rotation
+from oscar_jax.sharding.caches import ROWS, cache_specs
+from oscar_jax.sharding.mesh import on_mesh
+
+COLLECTIVE = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
+rng = np.random.default_rng(0)
+counts = [jnp.array(n, jnp.int32) for n in ([400, 330, 64, 0], [1, 1, 0, 1])]
+
+def check(name, heads, make, explicit=False):
+    kinds = {"axis_types": (AxisType.Explicit,) * 2} if explicit else {}
+    mesh = sharding.make_mesh(2, 4, **kinds)
+    config, copies = CacheConfig(heads, 8, 16, recent_tokens=128), max(1, 4 // heads)
+    cache = make(config)
+    rotation = None
+    if not hasattr(cache, "window"):
+        rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, 16))
+    rows = [
+        [jnp.asarray(rng.standard_normal((4, t, n, 16)), jnp.bfloat16) for n in (8, heads, heads)]
+        for t in (400, 1)
+    ]
+    options = {"softmax_scale": 0.25}
+    one = jax.jit(lambda *a: attend(*a[:5], new_lengths=a[5], **options))
+    many = jax.jit(lambda *a: sharding.attend(*a[:5], new_lengths=a[5], mesh=mesh, **options))
+    placed = sharding.place_cache(cache, mesh)
+    spread = rotation and sharding.place_rotations(rotation, mesh, heads)
+    with jax.set_mesh(mesh):
+        for (query, key, value), count in zip(rows, counts):
+            out, cache = one(query, key, value, cache, rotation, count)
+            key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+            arguments = [jax.device_put(x, on_mesh(mesh, *ROWS)) for x in (query, key, value)]
+            arguments += [placed, spread, jax.device_put(count, on_mesh(mesh, "data"))]
+            if query.shape[1] == 1:
+                found = re.findall(COLLECTIVE, many.lower(*arguments).compile().as_text())
+                print("collectives:", name, len(found))
+            got, placed = many(*arguments)
+            assert got.sharding.is_equivalent_to(on_mesh(mesh, *ROWS), 4), got.sharding
+            # Heads apart give the sums of one device in the same order, up to the shape of the products.
+            np.testing.assert_allclose(np.float32(got), np.float32(out), rtol=2**-7, atol=1e-5)
+    want = sharding.place_cache(cache, mesh)
+    for field, spec in dataclasses.asdict(cache_specs(want)).items():
+        if field not in ("config", "window"):
+            a, b = getattr(placed, field), getattr(want, field)
+            # Reserved pages and those that nobody has keep what they have.
+            assert a.sharding.is_equivalent_to(on_mesh(mesh, *spec), a.ndim), (field, a.sharding)
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (name, field)
+    sizes = live_bytes(placed), live_bytes(cache)
+    assert sizes[0]["total"] == copies * sizes[1]["total"] and sizes[0]["tokens"] == sizes[1]["tokens"]
+    print("same:", name)
+
+def paged(config):
+    return allocate_layer_cache(config, 4, 512)
+
+def shared(config):  # a pool whose tables are not in order, with pages to spare
+    cache = allocate_layer_cache(config, 4, 512, 40, 20)
+    tables = {"page_table": cache.page_table, "window_table": cache.window_table}
+    for name, table in tables.items():
+        pages = rng.permutation(np.arange(1, table.size + 1, dtype=np.int32))
+        tables[name] = jnp.asarray(pages.reshape(table.shape))
+    return dataclasses.replace(cache, **tables)
+
+check("heads copied", 2, paged)
+check("one head", 1, shared)
+check("a head each, explicit axes", 4, paged, explicit=True)
+check("ring", 2, lambda config: allocate_dense_cache(config, 4, 512, window=100))
+"""
+
+
+def test_attention_on_a_mesh_stores_the_same_bytes_and_asks_nobody() -> None:
+    """Sequences over data, heads over model, copied or not: one device's bytes, and no collective at all."""
+    lines = on_eight_devices(ATTEND)
+    names = ("heads copied", "one head", "a head each, explicit axes", "ring")
+    assert [line for line in lines if line.startswith("same")] == [f"same: {name}" for name in names]
+    assert [line for line in lines if line.startswith("coll")] == [f"collectives: {n} 0" for n in names]
+
+
+GENERATE = """
+import dataclasses, pathlib, sys
+import jax, numpy as np
+from flax import nnx
+from oscar_jax import sharding
+from oscar_jax.cache import read_layer_cache
+from oscar_jax.core.errors import ConfigError
+from oscar_jax.generate import Generator
+from oscar_jax.models.experts import ExpertsConfig
+from oscar_jax.models.weights import load_model, weights_fingerprint
+from oscar_jax.rotations.rotation import hadamard_rotation
+from parity_tests.models.tiny_model import write_tiny_model
+from parity_tests.sharding.random_model import random_decoder
+
+def check(name, model, placed, config, mesh):
+    heads = config.num_key_value_heads
+    rotations = {layer: hadamard_rotation(heads, config.head_dim) for layer in range(config.num_layers)}
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 250, n).tolist() for n in (420, 390, 64, 385)]
+    options = {"rotations": rotations, "eos_token_ids": (), "chunk": 448}
+    one = Generator(model, config, **options)(prompts, 9)
+    generator = Generator(placed, config, mesh=mesh, **options)
+    got = generator(prompts, 9)
+    assert got.tokens == one.tokens, (got.tokens, one.tokens)
+    copies = placed.config.head_copies
+    spread = sharding.place_rotations(rotations, mesh, heads)
+    for layer in rotations:
+        for sequence in range(4):
+            want = read_layer_cache(one.caches[layer], rotations[layer], sequence)
+            have = read_layer_cache(got.caches[layer], spread[layer], sequence)
+            for a, b in zip(want, have):  # float32 sums of another order, rounded to bfloat16
+                a, b = np.asarray(a), np.asarray(b)[:, ::copies]
+                assert (a != b).mean() < 0.02 and np.abs(a - b).mean() < 1e-4 * np.abs(a).mean()
+    for cache in got.caches:
+        shard = cache.key_codes.addressable_shards[0].data
+        sizes = tuple(mesh.shape.values())
+        assert shard.shape[:2] == tuple(n // by for n, by in zip(cache.key_codes.shape, sizes)), shard.shape
+    print("same:", name)
+    return generator
+
+def try_all(directory):
+    mesh = sharding.make_mesh(2, 4)
+    write_tiny_model(directory, head_dim=16, num_attention_heads=8, tie_word_embeddings=True)
+    model, config, _ = load_model(directory)
+    placed, found, _ = sharding.load_model(directory, mesh)
+    assert found == config and weights_fingerprint(placed) == config.fingerprint
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (placed, sharding.place_model(model, mesh)))):
+        assert a.sharding == b.sharding and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    for leaf in jax.tree.leaves(nnx.state(placed)):
+        assert leaf.ndim < 2 or all(s.data.size < leaf.size for s in leaf.addressable_shards)
+    generator = check("dense", model, placed, config, mesh)
+    try:
+        generator([[1], [2], [3]], 1)
+    except ConfigError as error:
+        print(error)
+    experts = ExpertsConfig(8, 2, 32, normalize=True, shared_size=32, bias=True)
+    model = random_decoder(experts=experts)
+    mesh = sharding.make_mesh(2, 2)
+    check("experts", model, sharding.place_model(model, mesh), model.config, mesh)
+
+try_all(pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_generation_on_a_mesh_makes_the_same_tokens(tmp_path: Path) -> None:
+    """A checkpoint loaded in parts, heads copied, and experts: the tokens of one device."""
+    lines = on_eight_devices(GENERATE, str(tmp_path / "model"))
+    assert lines == ["same: dense", "3 sequences, allowed: multiples of data = 2", "same: experts"]
