@@ -275,7 +275,7 @@ def build_model(
         return jax.make_array_from_callback(
             parameter.shape,
             placement.sharding_of(parameter.name, parameter.shape),
-            lambda index: part(*(s.indices(n)[:2] for s, n in zip(index, parameter.shape))),
+            lambda index: part(*(s.indices(n)[:2] for s, n in zip(index or (), parameter.shape))),
             dtype=parameter.dtype,
         )
 

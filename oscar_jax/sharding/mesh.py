@@ -39,7 +39,7 @@ def parse_mesh(text: str) -> Mesh:
         if name.strip() not in AXES or name.strip() in sizes or not size.strip().isdecimal():
             raise ConfigError(f"mesh {text!r}, allowed: data=N,model=N")
         sizes[name.strip()] = int(size)
-    return make_mesh(**sizes)
+    return make_mesh(sizes.get(DATA_AXIS, 1), sizes.get(MODEL_AXIS, 1))
 
 
 def check_batch(batch: int, mesh: Mesh) -> None:
