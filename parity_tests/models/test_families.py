@@ -229,7 +229,7 @@ def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypa
     stacked = stack_experts(source)
     for name in stacked.shapes:
         stem, _, suffix = name.rpartition(".")
-        array = stacked.load(name).astype(np.float32)
+        array = np.asarray(stacked.load(name), np.float32)
         if config.norm_plus_one and stem.endswith("norm"):
             array = array + 1.0  # as the converter stores them
         if known.gguf_interleaves_rope and stem.endswith(("q_proj", "k_proj")):
