@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parity_tests.conformance import rows
 from parity_tests.conformance.frameworks import FRAMEWORKS, Framework
 from parity_tests.conformance.implementations import IMPLEMENTATIONS, Implementation
 
@@ -63,10 +64,11 @@ class Voice:
     def quantize_pages(self, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The output arrays for one set of vectors; skips the test where the head_dim is not supported."""
         head_dim = vectors["rows"].shape[-1]
-        if not self.implementation.supports(head_dim):
-            pytest.skip(f"{self.implementation.name} does not support head_dim {head_dim}")
+        if not self.implementation.supports(head_dim, "feedback" in vectors):
+            pytest.skip(f"{self.implementation.name} does not support head_dim {head_dim} or its rounding")
         arrays = [vectors.get(name) for name in ("rows", "transform", "multiplier", "mean")]
-        return self.implementation.quantize_pages(str(vectors["role"]), *arrays, device=self.device)  # type: ignore
+        role, feedback = str(vectors["role"]), rows.feedback_of(vectors)
+        return self.implementation.quantize_pages(role, *arrays, self.device, feedback)  # type: ignore
 
 
 def _voices() -> list[Any]:

@@ -1,9 +1,9 @@
 """Every implementation of the format by name, behind one NumPy-in, NumPy-out interface.
 
-`IMPLEMENTATIONS[name].quantize_pages(role, rows, transform, multiplier, mean, device)` takes bf16 as bits and
-returns the arrays of `oracle.quantize_pages`. A name says which code runs; a device ("cpu" or "gpu") says
-where. `why_not(device)` returns None when both can be had here, otherwise the reason in one line. A named
-implementation never falls back to another one.
+`IMPLEMENTATIONS[name].quantize_pages(role, rows, transform, multiplier, mean, device, feedback)` takes bf16
+as bits and returns the arrays of `oracle.quantize_pages`. A name says which code runs; a device ("cpu" or
+"gpu") says where. `why_not(device)` returns None when both can be had here, otherwise the reason in one line.
+A named implementation never falls back to another one.
 
 To add an implementation, append to IMPLEMENTATIONS; the conformance command, the shared tests and the report
 then include it. Frameworks are imported on first use only.
@@ -11,6 +11,7 @@ then include it. Frameworks are imported on first use only.
 
 import dataclasses
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ QuantizePages = Callable[..., dict[str, np.ndarray]]
 class Implementation:
     """One way to compute pages; `run` and `reason` take the device last, framework is None for NumPy.
 
-    `head_dims` are those it supports (None: all). `slow` ones, such as interpreted kernels, face the shared
+    `head_dims` are those it supports (None: all), `sequential_head_dim` the largest with feedback (0: it only
+    rounds to the nearest). `slow` ones, such as interpreted kernels, face the shared
     tests on small inputs only.
     """
 
@@ -41,10 +43,12 @@ class Implementation:
     reason: Callable[[str], str | None] = lambda device: None
     head_dims: tuple[int, ...] | None = None
     slow: bool = False
+    sequential_head_dim: int = 512
 
-    def supports(self, head_dim: int) -> bool:
-        """Whether rows of `head_dim` channels can be asked for."""
-        return self.head_dims is None or head_dim in self.head_dims
+    def supports(self, head_dim: int, sequential: bool = False) -> bool:
+        """Whether rows of `head_dim` channels can be asked for, rounded to the nearest or sequentially."""
+        fits = self.head_dims is None or head_dim in self.head_dims
+        return fits and (not sequential or head_dim <= self.sequential_head_dim)
 
     def why_not(self, device: str = "cpu") -> str | None:
         """None when this implementation can run on `device` here, otherwise the reason in one line."""
@@ -67,9 +71,10 @@ class Implementation:
         multiplier: np.ndarray,
         mean: np.ndarray | None = None,
         device: str | None = None,
+        feedback: oracle.Feedback | None = None,
     ) -> dict[str, np.ndarray]:
         """The arrays of `oracle.quantize_pages`, computed by this implementation on `device`."""
-        return self.run(role, rows, transform, multiplier, mean, device or self.devices[0])
+        return self.run(role, rows, transform, multiplier, mean, feedback, device or self.devices[0])
 
 
 def _oracle_pages(
@@ -78,16 +83,19 @@ def _oracle_pages(
     transform: np.ndarray,
     multiplier: np.ndarray,
     mean: np.ndarray | None,
+    feedback: oracle.Feedback | None,
     device: str,
 ) -> dict[str, np.ndarray]:
-    return oracle.quantize_pages(role, rows, transform, multiplier, mean)
+    return oracle.quantize_pages(role, rows, transform, multiplier, mean, feedback)
 
 
-def package_pages(framework: Framework, key_pages: Any, value_pages: Any) -> QuantizePages:
+def package_pages(framework: Framework, key_pages: Any, value_pages: Any, pair: Any = None) -> QuantizePages:
     """`run` of a package whose functions have the signatures of `quantize.py`.
 
     `key_pages` and `value_pages` are called without arguments and return the function to run, so that nothing
     is imported before it is needed. Codes are read back from the words by the package's own `packing.py`.
+    `pair` likewise returns a `quantize_page_pair`, of kernels that take feedback in no other way: the rows
+    then are keys and values at once.
     """
 
     def run(
@@ -96,6 +104,7 @@ def package_pages(framework: Framework, key_pages: Any, value_pages: Any) -> Qua
         transform: np.ndarray,
         multiplier: np.ndarray,
         mean: np.ndarray | None,
+        feedback: oracle.Feedback | None,
         device: str,
     ) -> dict[str, np.ndarray]:
         tokens, heads, head_dim = rows.shape
@@ -104,13 +113,30 @@ def package_pages(framework: Framework, key_pages: Any, value_pages: Any) -> Qua
         with framework.device_context(device):
             pages = framework.bfloat16(rows.reshape(tokens // 64, 64, heads, head_dim), device)
             arguments = [pages, framework.array(transform, device), framework.array(multiplier, device)]
-            if role == "key":
-                words, scale, page_mean = key_pages()(*arguments)
+            fed = []
+            if feedback is not None:
+                parts = (framework.array(part, device) for part in (feedback.matrix, feedback.shift))
+                fed = [framework.module("quantize").Feedback(*parts, feedback.steps)]
+            if fed and pair is not None:
+                zeros = np.zeros((len(transform), head_dim), np.uint16)
+                given = framework.bfloat16(zeros if mean is None else mean, device)
+                rotation = types.SimpleNamespace(
+                    key_transform=arguments[1], value_transform=arguments[1], value_mean=given,
+                    key_multiplier=arguments[2], value_multiplier=arguments[2],
+                    key_feedback=fed[0], value_feedback=fed[0],
+                )  # fmt: skip
+                both = pair()(pages, pages, rotation)
+                words, scale = both[f"{role}_codes"], both[f"{role}_scale"]
+                codes = framework.compiled(getattr(packing, f"unpack_{role}_codes"))(words)
+                if role == "key":
+                    result["page_mean"] = framework.numpy(both["key_page_mean"])
+            elif role == "key":
+                words, scale, page_mean = key_pages()(*arguments, *fed)
                 codes = framework.compiled(packing.unpack_key_codes)(words)  # [P, K, 64, D]
                 result["page_mean"] = framework.numpy(page_mean)
             else:
                 assert mean is not None, "values need their calibrated mean"
-                words, scale = value_pages()(*arguments, framework.bfloat16(mean, device))
+                words, scale = value_pages()(*arguments, framework.bfloat16(mean, device), *fed)
                 codes = framework.compiled(packing.unpack_value_codes)(words)  # [P, K, 64, D]
             result["words"] = framework.numpy(words)
             result["scale"] = framework.numpy(scale).transpose(0, 2, 1).reshape(tokens, heads)
@@ -134,9 +160,8 @@ def triton_pages(kernel: str = "quantize.triton") -> QuantizePages:
     def function(attribute: str) -> Callable[[], Any]:
         return lambda: getattr(FRAMEWORKS["torch"].module(f"triton_kernels.{kernel}"), attribute)
 
-    return package_pages(
-        FRAMEWORKS["torch"], function("quantize_key_pages"), function("quantize_value_pages")
-    )
+    names = ("quantize_key_pages", "quantize_value_pages", "quantize_page_pair")
+    return package_pages(FRAMEWORKS["torch"], *map(function, names))
 
 
 def _mosaic_pages() -> QuantizePages:
@@ -178,6 +203,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             _mosaic_pages(),
             _no_hopper,
             head_dims=(64, 128, 256),
+            sequential_head_dim=0,
         ),
         Implementation(
             "triton",
@@ -185,6 +211,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ("gpu",),
             triton_pages(),
             lambda device: triton_interpreter.why_not(),
+            sequential_head_dim=256,
         ),
         Implementation(
             "gluon",
@@ -193,6 +220,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             triton_pages("quantize.gluon"),
             lambda device: triton_interpreter.why_not() or _no_hopper_torch(),
             head_dims=(64, 128, 256),
+            sequential_head_dim=0,
         ),
         Implementation(
             "triton-interpreted",
@@ -201,6 +229,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             triton_interpreter.quantize_pages,
             lambda device: triton_interpreter.why_not(),
             slow=True,
+            sequential_head_dim=256,
         ),
     )
 }

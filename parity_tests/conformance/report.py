@@ -39,6 +39,7 @@ from parity_tests.conformance.frameworks import DEVICES, FRAMEWORKS, PackageCach
 from parity_tests.conformance.implementations import IMPLEMENTATIONS, Implementation
 from parity_tests.conformance.vectors import compare_outputs
 
+ROUNDINGS = ("nearest", "sequential")
 PAGES_PER_CASE = 32  # two of every row family
 CACHE_HEADS, CACHE_HEAD_DIM = 2, 128
 CACHE_LENGTHS = (1, 64, 321, 384, 700, 1000)
@@ -58,6 +59,7 @@ class Tally:
     device: str
     versions: dict[str, str]
     codes: int = 0
+    sequential_codes: int = 0  # of `codes`, those rounded sequentially
     scales: int = 0
     bytes: int = 0
     differences: int = 0
@@ -65,9 +67,17 @@ class Tally:
     seconds: float = 0.0
     first_difference: str | None = None
 
-    def add(self, expected: dict[str, np.ndarray], got: dict[str, np.ndarray], role: str, case: str) -> None:
+    def add(
+        self,
+        expected: dict[str, np.ndarray],
+        got: dict[str, np.ndarray],
+        role: str,
+        case: str,
+        sequential: bool = False,
+    ) -> None:
         """Counts one case: codes, scales, and the stored bytes (words, scales, page means)."""
         self.cases += 1
+        self.sequential_codes += expected["codes"].size if sequential else 0
         self.codes += expected["codes"].size
         self.scales += expected["scale"].size
         self.bytes += sum(array.nbytes for name, array in expected.items() if name != "codes")
@@ -78,7 +88,7 @@ class Tally:
 
     def merge(self, other: "Tally") -> None:
         """Adds what another process has counted for the same implementation and device."""
-        for name in ("codes", "scales", "bytes", "differences", "cases", "seconds"):
+        for name in ("codes", "sequential_codes", "scales", "bytes", "differences", "cases", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_difference = self.first_difference or other.first_difference
 
@@ -118,6 +128,7 @@ class Case:
     shared: bool
     seed: int
     pages: int = PAGES_PER_CASE
+    steps: int = 0  # blocks of sequential rounding; 0: to the nearest
 
     @property
     def codes(self) -> int:
@@ -125,12 +136,15 @@ class Case:
 
     def vectors(self) -> dict[str, np.ndarray]:
         return rows.sample_vectors(
-            self.role, self.seed, self.pages, self.heads, self.head_dim, self.basis, self.shared
+            self.role, self.seed, self.pages, self.heads, self.head_dim, self.basis, self.shared, self.steps
         )
 
     def __str__(self) -> str:
         matrices = "shared" if self.shared else "per head"
-        return f"{self.role} K={self.heads} D={self.head_dim} {self.basis} {matrices} seed={self.seed}"
+        rounding = f" in {self.steps} blocks" if self.steps else ""
+        return (
+            f"{self.role} K={self.heads} D={self.head_dim} {self.basis} {matrices}{rounding} seed={self.seed}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +157,7 @@ class RealCase:
     basis: str
     head_dim: int
     pages: int
+    steps: int = 0
 
     def vectors(self) -> dict[str, np.ndarray]:
         with np.load(self.path) as file:
@@ -161,8 +176,9 @@ def make_cases(
     head_dims: Sequence[int] = rows.HEAD_DIMS,
     head_counts: Sequence[int] = rows.HEAD_COUNTS,
     case_codes: float = 0,
+    roundings: Sequence[str] = ROUNDINGS,
 ) -> list[Case]:
-    """Cases that hold at least `codes` codes: every role, K and D in each round, bases in turn.
+    """Cases that hold at least `codes` codes: every role, K, D and rounding in each round, bases in turn.
 
     A case has at least `case_codes` codes, and never fewer than two pages of every row family.
     """
@@ -175,12 +191,17 @@ def make_cases(
             for heads in head_counts:
                 pages = PAGES_PER_CASE
                 pages *= max(1, math.ceil(case_codes / (64 * pages * heads * head_dim)))
-                for role in ("key", "value"):
+                for role, rounding in itertools.product(("key", "value"), roundings):
+                    steps = min(4, head_dim // 16) if rounding == "sequential" else 0
+                    if steps == 1:  # one block: nothing is left to correct
+                        continue
                     # sharing depends on K, so that a compiler sees few shapes
                     basis = bases[(seed + turn) % len(bases)]
-                    cases.append(Case(role, heads, head_dim, basis, heads == 2, seed, pages))
+                    cases.append(Case(role, heads, head_dim, basis, heads == 2, seed, pages, steps))
                     total += cases[-1].codes
                     seed += 1
+        if not cases:
+            break  # no head_dim here has two blocks
     return cases
 
 
@@ -242,7 +263,7 @@ def compare_pages(
         for number, (case, vectors, expected) in enumerate(with_oracle(cases)):
             arrays = [vectors.get(name) for name in ("rows", "transform", "multiplier", "mean")]
             for (implementation, device), tally in zip(voices, tallies):
-                if not implementation.supports(case.head_dim):
+                if not implementation.supports(case.head_dim, case.steps > 0):
                     continue
                 asked, want = arrays, expected
                 if implementation.slow:
@@ -250,9 +271,10 @@ def compare_pages(
                     asked = [take_pages(vectors["rows"], case.pages, chosen), *arrays[1:]]
                     want = {name: take_pages(array, case.pages, chosen) for name, array in expected.items()}
                 start = time.perf_counter()
-                got = implementation.quantize_pages(case.role, *asked, device=device)  # type: ignore
+                fed = rows.feedback_of(vectors)
+                got = implementation.quantize_pages(case.role, *asked, device, fed)  # type: ignore
                 tally.seconds += time.perf_counter() - start
-                tally.add(want, got, case.role, str(case))
+                tally.add(want, got, case.role, str(case), case.steps > 0)
             advance()
             if time.time() > deadline:
                 break
@@ -267,7 +289,7 @@ def with_oracle(
     def compute(case: Case | RealCase) -> tuple:
         vectors = case.vectors()
         arrays = [vectors.get(name) for name in ("rows", "transform", "multiplier", "mean")]
-        return case, vectors, oracle.quantize_pages(case.role, *arrays)  # type: ignore
+        return case, vectors, oracle.quantize_pages(case.role, *arrays, rows.feedback_of(vectors))  # type: ignore
 
     rest = iter(cases)
     with concurrent.futures.ThreadPoolExecutor(AHEAD) as pool:
@@ -479,6 +501,7 @@ def make_report(
         "compared_with": "oracle",
         "cases": len(cases),
         "row_families": list(rows.ROW_FAMILIES),
+        "roundings": sorted({ROUNDINGS[case.steps > 0] for case in cases}),
         "bases": [basis for basis in rows.TRANSFORMS if any(case.basis == basis for case in cases)],
         "head_dims": sorted({case.head_dim for case in cases}),
         "key_value_heads": sorted({case.heads for case in cases}),
@@ -494,17 +517,17 @@ def make_report(
 
 def _page_table(pages: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        "| implementation | device | versions | compared with | cases | codes | scales | bytes | differences "
-        "| seconds |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "| implementation | device | versions | compared with | cases | codes | of them sequential | scales "
+        "| bytes | differences | seconds |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in pages:
         versions = dict(one["versions"])
         where = f"{one['device']}: {versions.pop('device')}"
         lines.append(
             f"| {one['implementation']} | {where} | {', '.join(f'{k} {v}' for k, v in versions.items())} "
-            f"| oracle | {one['cases']} | {one['codes']:,} | {one['scales']:,} | {one['bytes']:,} "
-            f"| {one['differences']} | {one['seconds']:.1f} |"
+            f"| oracle | {one['cases']} | {one['codes']:,} | {one['sequential_codes']:,} "
+            f"| {one['scales']:,} | {one['bytes']:,} | {one['differences']} | {one['seconds']:.1f} |"
         )
     return lines
 
@@ -523,7 +546,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         f"**{report['differences']} differences in {report['codes']:,} codes** of all implementations, "
         f"each compared with the NumPy oracle's. {report['cases']} cases planned; head_dim "
         f"{', '.join(map(str, report['head_dims']))}; key/value heads "
-        f"{', '.join(map(str, report['key_value_heads']))}; bases {', '.join(report['bases'])}; "
+        f"{', '.join(map(str, report['key_value_heads']))}; rounding {', '.join(report['roundings'])}; "
+        f"bases {', '.join(report['bases'])}; "
         f"rows: {', '.join(report['row_families'])}.",
         "",
         "## Pages of random and hostile rows",
@@ -532,7 +556,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         "",
         "Bytes are those a cache stores: words, scales and page means. Seconds are summed over processes and "
         "include compilation and copies; they are not a benchmark. An implementation skips cases whose "
-        "head_dim it does not serve; interpreted ones get one page of each case.",
+        "head_dim or rounding it does not serve; interpreted ones get one page of each case.",
     ]
     if real:
         lines += ["", f"## Pages of real rows ({real['model']}, {real['layers']} layers)", ""]
@@ -621,6 +645,12 @@ def make_parser() -> argparse.ArgumentParser:
         default=list(rows.HEAD_COUNTS),
         help="comma-separated key/value head counts",
     )
+    parser.add_argument(
+        "--rounding",
+        type=lambda text: _names(text, ROUNDINGS),
+        default=list(ROUNDINGS),
+        help="comma-separated, of nearest, sequential (default: both)",
+    )
     parser.add_argument("--case-codes", type=_count, default=1, help="at least so many codes in one case")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases (default 1)")
     parser.add_argument("--seconds", type=_count, help="start no case after so many seconds")
@@ -647,7 +677,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             real_cases = make_real_cases(options.real_rows)
         except (OSError, ValueError) as error:
             parser.error(f"--real-rows: {error}")
-    cases = make_cases(options.codes, options.head_dims, options.heads, options.case_codes)
+    sizes = options.head_dims, options.heads, options.case_codes
+    cases = make_cases(options.codes, *sizes, options.rounding)
+    if not cases:
+        parser.error(f"--rounding sequential with --head-dims {options.head_dims}, allowed: 32 and more")
     lanes = make_lanes(cases, options.jobs)
     deadline = start + (options.seconds or math.inf)
     tasks = make_cache_tasks(options.devices, missing)

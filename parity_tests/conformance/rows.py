@@ -4,7 +4,7 @@ Everything is NumPy and seeded; bf16 is carried as bits (uint16). A row family i
 and a shape (64 P tokens, K heads, D channels); the registry ROW_FAMILIES names them all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -310,11 +310,31 @@ def sample_vectors(
     head_dim: int,
     basis: str = "orthogonal",
     shared: bool = False,
+    steps: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Mixed hostile rows under one basis, with multipliers that differ per head."""
+    """Mixed hostile rows under one basis, with multipliers that differ per head.
+
+    With `steps` the rounding is sequential in so many blocks, with feedback as large as it may be.
+    """
     rng = np.random.default_rng([seed, pages, heads, head_dim])
     matrices = 1 if shared else heads
     multiplier = rng.choice(MULTIPLIERS, matrices).astype(np.int32)
     mean = oracle.to_bfloat16(rng.normal(0, 1, (matrices, head_dim)))
     rows = mixed_rows(rng, (64 * pages, heads, head_dim))
-    return make_vectors(role, rows, TRANSFORMS[basis](rng, matrices, head_dim), multiplier, mean)
+    vectors = make_vectors(role, rows, TRANSFORMS[basis](rng, matrices, head_dim), multiplier, mean)
+    if steps:
+        vectors["multiplier"] = np.maximum(vectors["multiplier"], 64)
+        block = np.arange(head_dim) // (head_dim // steps)
+        entries = rng.integers(-127, 128, (matrices, head_dim, head_dim))
+        vectors["feedback"] = (entries * (block[:, None] < block[None])).astype(np.int8)
+        vectors["feedback_shift"] = rng.integers(0, 8, matrices).astype(np.int32)
+        vectors["rounding_steps"] = np.array(steps, np.int32)
+    return vectors
+
+
+def feedback_of(vectors: Mapping[str, np.ndarray]) -> oracle.Feedback | None:
+    """The feedback in input vectors, None where rows are rounded to the nearest."""
+    if "feedback" not in vectors:
+        return None
+    steps = int(vectors["rounding_steps"])
+    return oracle.Feedback(vectors["feedback"], vectors["feedback_shift"], steps)

@@ -3,13 +3,14 @@
     python -m parity_tests.conformance --vectors in.npz --implementation NAME --out out.npz
     python -m parity_tests.conformance --vectors in.npz --implementation NAME
     python -m parity_tests.conformance --vectors in.npz --compare out.npz
-    python -m parity_tests.conformance --make-vectors in.npz [--role value] [--pages 16] [--heads 2] ...
+    python -m parity_tests.conformance --make-vectors in.npz [--role value] [--pages 16] [--steps 4] ...
 
 `in.npz` holds role ("key" or "value"), rows uint16 [64 P, K, D] (bf16 bits), transform int16 [K or 1, D, D],
-multiplier int32 [K or 1] and, for values, mean uint16 [K or 1, D]. `out.npz` gets codes uint8 [64 P, K, D],
-scale uint16 [64 P, K], words int32 ([P, K, 64, D/16] for keys, [P, K, D, 4] for values) and, for keys,
-page_mean uint16 [P, K, D]. Without --out the result is compared with the NumPy oracle; --compare does the
-same with a file that somebody else's implementation wrote.
+multiplier int32 [K or 1] and, for values, mean uint16 [K or 1, D]; with sequential rounding also feedback
+int8 [K or 1, D, D], feedback_shift int32 [K or 1] and rounding_steps int32 []. `out.npz` gets codes uint8
+[64 P, K, D], scale uint16 [64 P, K], words int32 ([P, K, 64, D/16] for keys, [P, K, D, 4] for values) and,
+for keys, page_mean uint16 [P, K, D]. Without --out the result is compared with the NumPy oracle; --compare
+does the same with a file that somebody else's implementation wrote.
 
 Exit status: 0 equal (or written), 1 a difference, 2 bad input or an implementation that cannot run here.
 """
@@ -28,6 +29,7 @@ from parity_tests.conformance.frameworks import DEVICES
 from parity_tests.conformance.implementations import IMPLEMENTATIONS
 
 PAGES_AT_A_TIME = 64
+FEEDBACK = ("feedback", "feedback_shift", "rounding_steps")
 
 
 class VectorError(ValueError):
@@ -121,7 +123,38 @@ def check_vectors(vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         mean = oracle.from_bfloat16(vectors["mean"])
         if not (np.abs(mean) <= 2.0**64).all():
             raise VectorError("mean holds NaN, infinity or a magnitude above 2**64")
+    if present := [name for name in FEEDBACK if name in vectors]:
+        if len(present) < len(FEEDBACK):
+            raise VectorError(f"{', '.join(present)} alone, allowed: {', '.join(FEEDBACK)} together or none")
+        _check_feedback(vectors, matrices, head_dim)
+        names += FEEDBACK
     return {name: vectors[name] for name in names}
+
+
+def _check_feedback(vectors: Mapping[str, np.ndarray], matrices: int, head_dim: int) -> None:
+    """Raises VectorError unless the feedback obeys the format page, section 1."""
+    for name, dtype, shape in (
+        ("feedback", "int8", (matrices, head_dim, head_dim)),
+        ("feedback_shift", "int32", (matrices,)),
+        ("rounding_steps", "int32", ()),
+    ):
+        if vectors[name].dtype != dtype:
+            raise VectorError(f"{name} is {vectors[name].dtype}, allowed: {dtype}")
+        _check_shape(name, vectors[name], shape)
+    steps = int(vectors["rounding_steps"])
+    if steps < 2 or head_dim % steps or head_dim // steps < 16:
+        raise VectorError(f"rounding_steps = {steps}, allowed: cuts {head_dim} channels into blocks of >= 16")
+    matrix, shift = vectors["feedback"], vectors["feedback_shift"]
+    block = np.arange(head_dim) // (head_dim // steps)
+    if matrix[:, block[:, None] >= block[None]].any():
+        raise VectorError("feedback flows into its own or an earlier block")
+    if matrix.min() < -127 or shift.min() < 0 or shift.max() > 7:
+        raise VectorError(
+            f"feedback from {matrix.min()}, feedback_shift {shift.min()}..{shift.max()}, allowed: "
+            "-127..127 and 0..7"
+        )
+    if vectors["multiplier"].min() < 64:
+        raise VectorError(f"multiplier = {vectors['multiplier'].min()} with feedback, allowed: 64..511")
 
 
 def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -143,6 +176,7 @@ def run_implementation(
             vectors["multiplier"],
             vectors.get("mean"),
             device,
+            rows.feedback_of(vectors),
         )
         for start in range(0, len(vectors["rows"]), step)
     ]
@@ -206,6 +240,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--basis", choices=tuple(rows.TRANSFORMS), default="orthogonal")
+    about = "blocks of channels, rounded sequentially (default 0: to the nearest)"
+    parser.add_argument("--steps", type=int, default=0, help=about)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -215,6 +251,8 @@ def conformance(arguments: argparse.Namespace) -> int:
     if arguments.make_vectors:
         if arguments.pages < 1 or arguments.heads < 1 or not 16 <= arguments.head_dim <= 512:
             raise VectorError("--pages and --heads must be at least 1, --head-dim in 16..512")
+        if arguments.steps and not 1 < arguments.steps <= arguments.head_dim // 16:
+            raise VectorError(f"--steps {arguments.steps}, allowed: 0, or 2 to a 16th of --head-dim")
         made = check_vectors(
             rows.sample_vectors(
                 arguments.role,
@@ -223,6 +261,7 @@ def conformance(arguments: argparse.Namespace) -> int:
                 arguments.heads,
                 arguments.head_dim,
                 arguments.basis,
+                steps=arguments.steps,
             )
         )
         np.savez_compressed(arguments.make_vectors, **made)  # pyright: ignore[reportArgumentType]
@@ -241,6 +280,9 @@ def conformance(arguments: argparse.Namespace) -> int:
         reason = IMPLEMENTATIONS[name].why_not(device)
         if reason:
             raise VectorError(f"implementation {name!r} cannot run here: {reason}")
+        head_dim = vectors["rows"].shape[-1]
+        if "feedback" in vectors and not IMPLEMENTATIONS[name].supports(head_dim, sequential=True):
+            raise VectorError(f"implementation {name!r} does not round {head_dim} channels sequentially")
         got = run_implementation(name, vectors, device)
         label = f"{name} ({device})"
     else:

@@ -10,9 +10,10 @@ from parity_tests.conformance import vectors as conformance_vectors
 from parity_tests.conformance.implementations import IMPLEMENTATIONS
 
 
-@pytest.fixture(params=["key", "value"])
+@pytest.fixture(params=["key", "value", "key sequential", "value sequential"])
 def vectors(request: pytest.FixtureRequest) -> dict[str, np.ndarray]:
-    return rows.sample_vectors(request.param, 0, 2, 2, 80)
+    role, _, rounding = request.param.partition(" ")
+    return rows.sample_vectors(role, 0, 2, 2, 80, steps=4 if rounding else 0)
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> str:
@@ -105,11 +106,28 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+BAD_FEEDBACK = {
+    "shift alone": ({"feedback": None}, "feedback_shift, rounding_steps alone"),
+    "feedback dtype": ({"feedback": np.zeros((2, 64, 64), np.int16)}, "int16"),
+    "feedback shape": ({"feedback": np.zeros((1, 64, 64), np.int8)}, "(1, 64, 64)"),
+    "feedback backwards": ({"feedback": np.ones((2, 64, 64), np.int8)}, "own or an earlier block"),
+    "feedback -128": (
+        {"feedback": np.triu(np.full((2, 64, 64), -128, np.int8), 48)},
+        "feedback from -128",
+    ),
+    "shift 8": ({"feedback_shift": np.array([0, 8], np.int32)}, "feedback_shift 0..8"),
+    "three steps": ({"rounding_steps": np.array(3, np.int32)}, "rounding_steps = 3"),
+    "eight steps": ({"rounding_steps": np.array(8, np.int32)}, "rounding_steps = 8"),
+    "small multiplier": ({"multiplier": np.array([63, 371], np.int32)}, "multiplier = 63 with feedback"),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD, *BAD_FEEDBACK])
 def test_bad_vectors(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 2 with one line that names the array and the offending value."""
-    change, expected = BAD[case]
-    vectors = {**rows.sample_vectors("value", 0, 1, 2, 64), **change}
+    change, expected = (BAD | BAD_FEEDBACK)[case]
+    steps = 4 if case in BAD_FEEDBACK else 0
+    vectors = {**rows.sample_vectors("value", 0, 1, 2, 64, steps=steps), **change}
     file = write(tmp_path / "in.npz", {name: array for name, array in vectors.items() if array is not None})
     assert conformance_vectors.main(["--vectors", file, "--implementation", "oracle"]) == 2
     printed = capsys.readouterr().err
@@ -135,6 +153,7 @@ def test_bad_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["--vectors", good, "--compare", good],
         ["--make-vectors", str(tmp_path / "new.npz"), "--head-dim", "72"],
         ["--make-vectors", str(tmp_path / "new.npz"), "--pages", "0"],
+        ["--make-vectors", str(tmp_path / "new.npz"), "--head-dim", "64", "--steps", "5"],
     ):
         assert conformance_vectors.main(command) == 2, command
         assert capsys.readouterr().err.count("\n") == 1, command
@@ -144,7 +163,7 @@ def test_make_vectors(tmp_path: Path) -> None:
     """Sample vectors are the same every time and conform."""
     files = [str(tmp_path / name) for name in ("a.npz", "b.npz")]
     for file in files:
-        options = ["--role", "value", "--pages", "3", "--heads", "2", "--head-dim", "80"]
+        options = ["--role", "value", "--pages", "3", "--heads", "2", "--head-dim", "80", "--steps", "4"]
         assert conformance_vectors.main(["--make-vectors", file, *options]) == 0
     first, second = (conformance_vectors.load_vectors(file) for file in files)
     assert all(np.array_equal(first[name], second[name]) for name in first)

@@ -43,9 +43,29 @@ def test_cases() -> None:
     """At least the number of codes asked for; every role, K and D; every shape meets several bases."""
     cases = report.make_cases(1e8)
     assert sum(case.heads * case.head_dim for case in cases) * 64 * report.PAGES_PER_CASE >= 1e8
-    shapes = {(case.role, case.heads, case.head_dim) for case in cases}
-    assert len(shapes) == 2 * len(rows.HEAD_COUNTS) * len(rows.HEAD_DIMS)
-    assert len({(case.role, case.heads, case.head_dim, case.basis) for case in cases}) == len(cases)
+    shapes = set(map(_shape, cases))
+    wide = sum(head_dim >= 32 for head_dim in rows.HEAD_DIMS)  # two blocks and more: sequential too
+    assert len(shapes) == 2 * len(rows.HEAD_COUNTS) * (len(rows.HEAD_DIMS) + wide)
+    assert len({(*_shape(case), case.basis) for case in cases}) == len(cases)
+    assert all(case.steps for case in report.make_cases(1e6, (64,), (1,), roundings=("sequential",)))
+    assert not report.make_cases(1e6, (16,), (1,), roundings=("sequential",))
+
+
+def _shape(case: report.Case) -> tuple:
+    return case.role, case.heads, case.head_dim, case.steps
+
+
+def test_sequential_pages() -> None:
+    """Sequential cases are asked of those that round sequentially, and counted."""
+    case = report.Case("key", 1, 64, "identity", True, 0, steps=4)
+    nearest = dataclasses.replace(WRONG, name="nearest", sequential_head_dim=0)
+    right, left_out = report.compare_pages([case], [(ORACLE, "cpu"), (nearest, "cpu")])
+    assert right.codes == right.sequential_codes == case.codes and right.differences == 0
+    assert left_out.cases == left_out.sequential_codes == 0
+    plain = case.vectors()["rows"], case.vectors()["transform"], case.vectors()["multiplier"]
+    fed = rows.feedback_of(case.vectors())
+    nearest_codes, codes = (oracle.quantize_pages("key", *plain, None, f)["codes"] for f in (None, fed))
+    assert (nearest_codes != codes).any()
 
 
 def test_caches(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:

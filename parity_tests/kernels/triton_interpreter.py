@@ -60,10 +60,11 @@ def quantize_pages(
     transform: np.ndarray,
     multiplier: np.ndarray,
     mean: np.ndarray | None,
+    feedback: Any,
     device: str,
 ) -> dict[str, np.ndarray]:
     """The arrays of `oracle.quantize_pages` by the interpreted Triton quantizer."""
-    return interpret(_quantize_pages, role, rows, transform, multiplier, mean)
+    return interpret(_quantize_pages, role, rows, transform, multiplier, mean, feedback)
 
 
 def _quantize_pages(role: str, *arrays: Any) -> dict[str, np.ndarray]:
