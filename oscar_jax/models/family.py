@@ -118,14 +118,15 @@ class Family:
     `defaults` are the values that transformers' config class fills in for missing keys. `read_hf` and
     `read_gguf` get the settings and the ModelConfig fields found so far and return fields to add or replace;
     `fields` are those that hold whatever the file says. `names` maps module names inside a layer, as the
-    decoder has them, to the checkpoint's; `gguf_names` GGUF's names inside a block to the decoder's.
+    decoder has them, to the checkpoint's; `gguf_names` names inside a GGUF block to the decoder's, of modules
+    or, with the suffix, of single tensors.
     `adapt` turns the checkpoint's tensors into the ones the decoder has (fused projections, experts).
     """
 
     name: str
     model_types: tuple[str, ...]
     defaults: Mapping[str, Any]
-    gguf_architectures: tuple[str, ...] = ()
+    gguf_architectures: tuple[str, ...]  # (): llama.cpp has no architecture of its own for the family
     text_section: str | None = None  # the key of a multimodal config.json that holds the decoder's
     activation_key: str = "hidden_act"
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)

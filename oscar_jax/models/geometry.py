@@ -27,6 +27,7 @@ def gguf_geometry(file: GGUFFile) -> ModelGeometry:
         head_dim = metadata.get(f"{architecture}.attention.key_length")
         head_dim = head_dim or metadata[f"{architecture}.embedding_length"] // _single(heads)
         num_layers = metadata[f"{architecture}.block_count"]
+        num_layers -= metadata.get(f"{architecture}.nextn_predict_layers", 0)
     except KeyError as error:
         raise CheckpointError(f"{file.path}: metadata {error} is missing") from None
     return ModelGeometry(

@@ -11,7 +11,7 @@ from ..core.errors import ConfigError
 from .config import ModelConfig
 from .family import Fields, Settings, gguf_family_of
 from .hf_config import token_ids
-from .rope import RopeConfig, linear_divisors
+from .rope import RopeConfig, linear_divisors, rope_of_parameters
 
 # Keys outside the architecture's own: what the file is, the tokenizer's (see tokenizer.py), other tools'.
 _FOREIGN = ("general.", "tokenizer.", "quantize.", "split.", "oscar.", "imatrix.")
@@ -34,6 +34,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
     "nextn_predict_layers": (0,),
 }
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def config_from_gguf(
@@ -45,6 +46,7 @@ def config_from_gguf(
 ) -> ModelConfig:
     """ModelConfig of GGUF metadata; `tensor_shapes` (rows first) give the vocabulary, biases and tying.
 
+    What llama.cpp reads if it is there, biases and norms of queries and keys, the first block tells.
     `rope_divisors` is the tensor `rope_freqs.weight` of a Llama 3 file. Raises ConfigError naming the key.
     """
     architecture = metadata.get("general.architecture")
@@ -75,6 +77,9 @@ def config_from_gguf(
         "attention_scale": 1.0 / math.sqrt(head_dim),
         "layer_windows": (None,) * layers,
         "rope": read_rope(settings, head_dim, rope_divisors, interleaved=family.rope_interleaved),
+        "qkv_bias": "blk.0.attn_q.bias" in tensor_shapes,
+        "output_bias": "blk.0.attn_output.bias" in tensor_shapes,
+        "qk_norm": "head" if "blk.0.attn_q_norm.weight" in tensor_shapes else "",
         "tie_embeddings": "output.weight" not in tensor_shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": token_ids(
@@ -107,13 +112,29 @@ def read_rope(
         raise ConfigError(f"rope.dimension_count = {width}, allowed: even numbers up to {head_dim}")
     theta = settings.number("rope.freq_base", 10_000.0)
     kind = settings.get("rope.scaling.type", "linear")
-    if kind not in ("none", "linear"):
-        raise ConfigError(f"rope.scaling.type = {kind!r} is not supported, allowed: none, linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise ConfigError(f"rope.scaling.type = {kind!r} is not supported, allowed: none, linear, yarn")
     old = settings.number("rope.scale_linear", 0.0)
     factor = settings.number("rope.scaling.factor", 0.0) or old
-    # Said about the training, not used for these types of scaling.
-    for key in ("rope.scaling.original_context_length", "rope.scaling.finetuned"):
-        settings.get(key)
+    context = settings.integer("context_length")
+    trained = settings.integer("rope.scaling.original_context_length", context)
+    settings.get("rope.scaling.finetuned")  # said about the training
+    if kind == "yarn" and factor:
+        if divisors is not None:
+            raise ConfigError(
+                "rope.scaling.type = 'yarn' beside the tensor rope_freqs.weight, allowed: one of them"
+            )
+        parameters = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+        for key in ("beta_fast", "beta_slow"):
+            parameters[key] = settings.number(f"rope.scaling.yarn_{key}", _YARN[key])
+        return rope_of_parameters(
+            parameters,
+            theta=theta,
+            head_dim=head_dim,
+            max_positions=context,
+            partial_rotary_factor=width / head_dim,
+            interleaved=interleaved,
+        )
     linear = None if kind == "none" or not factor else linear_divisors(factor, width)
     if divisors is not None and linear is not None:
         divisors = tuple(divisor * factor for divisor in divisors)

@@ -215,7 +215,11 @@ def open_safetensors(directory: Path, quantization: Mapping[str, Any] | None = N
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """Tensors of a GGUF file under Hugging Face names, with GGUF's conventions undone."""
     family = all_families()[config.family]
-    stored = {_hf_name(name, family): name for name in file.tensors if name != _GGUF_ROPE_DIVISORS}
+    stored = {
+        _hf_name(name, family): name
+        for name in file.tensors
+        if name != _GGUF_ROPE_DIVISORS and _gguf_block(name) < config.num_layers
+    }
 
     shapes = {name: file.tensors[source].shape for name, source in stored.items()}
 
@@ -314,6 +318,12 @@ def parameter_names(state: Any) -> list[str]:
     return [_name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
+def _gguf_block(name: str) -> int:
+    """The block of a GGUF tensor, -1 outside; those behind the last layer guess further tokens."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
 def _hf_name(name: str, family: Family) -> str:
     """Hugging Face name of a GGUF tensor; an unknown name is kept, to be reported as extra."""
     stem, _, suffix = name.rpartition(".")
@@ -321,6 +331,8 @@ def _hf_name(name: str, family: Family) -> str:
         return family.tensor_name(f"{_GGUF_TOP[stem]}.{suffix}")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     words = {**_GGUF_LAYER, **family.gguf_names}
+    if match and (tensor := words.get(f"{match[2]}.{suffix}")):
+        return family.tensor_name(f"layers.{match[1]}.{tensor}")
     if match and match[2] in words:
         return family.tensor_name(f"layers.{match[1]}.{words[match[2]]}.{suffix}")
     return name

@@ -3,6 +3,8 @@
 A family's test is one entry of TINY. `FAMILIES` of test_models.py (the first four) face more tests.
 """
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from oscar_jax.calibration.job import fit
 from oscar_jax.calibration.statistics import gather_statistics
 from oscar_jax.core.config import CalibrationConfig
 from oscar_jax.generate import generate
-from oscar_jax.models.family import all_families
+from oscar_jax.models.family import Family, all_families
 from oscar_jax.models.tensors import stack_experts
 from oscar_jax.models.weights import build_model, open_checkpoint
 from oscar_jax.rotations.rotation import hadamard_rotation
@@ -109,6 +111,18 @@ def test_every_family_has_an_entry() -> None:
     assert sorted([*TINY, *FAMILIES]) == sorted(all_families())
 
 
+def test_every_family_states_its_gguf_architecture() -> None:
+    """One that llama.cpp has, and then its names are tested below; or none, said in its file."""
+    import gguf
+
+    for family in all_families().values():
+        assert set(family.gguf_architectures) <= set(gguf.MODEL_ARCH_NAMES.values())
+        tested = family.name in GGUF_KEYS or family.name in FAMILIES
+        assert tested == bool(family.gguf_architectures), family.name
+    with pytest.raises(TypeError, match="gguf_architectures"):
+        Family("new", ("new",), {})  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize("family", list(TINY))
 def test_family(family: str, tmp_path: Path) -> None:
     """Logits near and far (rope, windows), and a generation whose history lies in INT2 pages."""
@@ -181,6 +195,30 @@ GGUF_KEYS: dict[str, dict[str, Any]] = {
     },
     "glm4": {"rope.dimension_count": 16},
     "smollm3": {"rope.freq_base": 2e6},
+    "glm4_moe": {
+        "rope.dimension_count": 16,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+        "leading_dense_block_count": 1,
+        "nextn_predict_layers": 1,
+    },
+    "gpt_oss": {
+        "rope.freq_base": 150_000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+        "attention.sliding_window": 8,
+    },
     "gemma2": {
         "attention.sliding_window": 8,
         "attn_logit_softcapping": 3.0,
@@ -194,12 +232,20 @@ GGUF_CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_scaling": None, "sliding_window": None},
     "olmo2": {"rope_scaling": None},
     "gemma2": {"query_pre_attn_scalar": 32},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+    },
 }
+MXFP4 = "gpt_oss"  # the family whose experts are published in this code
 
 
 @pytest.mark.parametrize("family", list(GGUF_KEYS))
 def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """The tiny checkpoint as llama.cpp's converter would write it, names from its own table."""
+    """The tiny checkpoint as llama.cpp's converter would write it, names from its own table.
+
+    Behind the last layer stands a block that only guesses further tokens, where the architecture has one.
+    """
     import gguf
 
     monkeypatch.setitem(TINY, family, {**TINY[family], **GGUF_CHANGES.get(family, {})})
@@ -211,7 +257,8 @@ def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypa
     writer.add_name(f"tiny {family}")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
+    guessing = GGUF_KEYS[family].get("nextn_predict_layers", 0)
+    writer.add_block_count(config.num_layers + guessing)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_query_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -220,26 +267,44 @@ def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypa
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     keys = {"rope.freq_base": 1e4, **GGUF_KEYS[family]}
     for key, value in keys.items():
-        if isinstance(value, float):
-            writer.add_float32(f"{architecture}.{key}", value)
-        else:
-            writer.add_uint32(f"{architecture}.{key}", value)
+        kind = {float: "float32", int: "uint32", bool: "bool", str: "string"}[type(value)]
+        getattr(writer, f"add_{kind}")(f"{architecture}.{key}", value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
-    stacked = stack_experts(source)
+    rounded: dict[str, np.ndarray] = {}  # weights that the file holds in a code
+    stacked = known.adapt(source, config) if family == MXFP4 else stack_experts(source)
     for name in stacked.shapes:
-        stem, _, suffix = name.rpartition(".")
+        # Parameters without a module of their own get a suffix of their own, as in the converter.
+        stem, _, suffix = name.replace("_correction_bias", "_correction.bias").rpartition(".")
+        if suffix == "sinks":
+            stem, suffix = name, "weight"
         array = np.asarray(stacked.load(name), np.float32)
         if config.norm_plus_one and stem.endswith("norm"):
             array = array + 1.0  # as the converter stores them
         if known.gguf_interleaves_rope and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_query_heads if stem.endswith("q_proj") else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", np.ascontiguousarray(array))
+        target, array = f"{names.get_name(stem)}.{suffix}", np.ascontiguousarray(array)
+        if family == MXFP4 and "_exps.weight" in target:
+            code = gguf.GGMLQuantizationType.MXFP4
+            blocks = gguf.quants.quantize(array, code)
+            rounded[name] = gguf.quants.dequantize(blocks, code)
+            writer.add_tensor(target, blocks, raw_dtype=code)
+            continue
+        writer.add_tensor(target, array)
+    if guessing:
+        width = (config.hidden_size, 2 * config.hidden_size)
+        writer.add_tensor(f"blk.{config.num_layers}.nextn.eh_proj.weight", np.zeros(width, np.float32))
+        writer.add_tensor(f"blk.{config.num_layers}.attn_norm.weight", np.zeros(width[:1], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if rounded:
+        assert sorted(rounded) == sorted(
+            name for name in stacked.shapes if re.search("experts.*weight", name)
+        )
+        source = dataclasses.replace(stacked, load=lambda name: rounded.get(name, stacked.load(name)))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCABULARY, (1, 24)))
     logits = [
         np.asarray(build_model(*opened, dtype=jnp.float32, param_dtype=jnp.float32)(tokens)[0])

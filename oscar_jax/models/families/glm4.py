@@ -38,7 +38,6 @@ FAMILY = Family(
     },
     fields={"norms": NORMS},
     read_hf=read_hf,
-    read_gguf=lambda settings, fields: {"qkv_bias": True},
     rope_interleaved=True,
     names={
         "post_attention_layernorm": "post_self_attn_layernorm",

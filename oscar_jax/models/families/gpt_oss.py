@@ -7,7 +7,9 @@ import numpy as np
 
 from ..experts import ExpertsConfig
 from ..family import Family, Fields, LazyTensor, Settings, TensorSource
+from .qwen3_moe import GGUF_EXPERTS
 
+_SWIGLU = (1.702, 7.0)  # alpha and limit
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -38,6 +40,25 @@ def read_hf(settings: Settings, fields: Fields) -> Fields:
             router_bias=True,
             bias=True,
             swiglu_clamp=(settings.number("swiglu_alpha"), settings.number("swiglu_limit")),
+        ),
+    }
+
+
+def read_gguf(settings: Settings, fields: Fields) -> Fields:
+    """As llama.cpp computes the architecture: windows on every other layer, the first one included."""
+    layers, window = fields["num_layers"], settings.integer("attention.sliding_window")
+    period = settings.integer("attention.sliding_window_pattern", 2)
+    return {
+        "layer_windows": tuple(window if (layer + 1) % period else None for layer in range(layers)),
+        "experts": ExpertsConfig(
+            count=settings.integer("expert_count"),
+            per_token=settings.integer("expert_used_count"),
+            intermediate_size=settings.integer("expert_feed_forward_length"),
+            router="softmax_of_top",
+            scale=settings.number("expert_weights_scale", 1.0) or 1.0,
+            router_bias=True,
+            bias=True,
+            swiglu_clamp=_SWIGLU,
         ),
     }
 
@@ -84,6 +105,7 @@ def adapt(source: TensorSource, config: Any) -> TensorSource:
 FAMILY = Family(
     name="gpt_oss",
     model_types=("gpt_oss",),
+    gguf_architectures=("gpt-oss",),
     defaults={
         "vocab_size": 201_088,
         "hidden_size": 2880,
@@ -99,12 +121,18 @@ FAMILY = Family(
         "sliding_window": 128,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
+        "swiglu_alpha": _SWIGLU[0],
+        "swiglu_limit": _SWIGLU[1],
         "attention_bias": True,
     },
     fields={"attention_sinks": True},
     read_hf=read_hf,
+    read_gguf=read_gguf,
+    gguf_names={
+        **GGUF_EXPERTS,
+        "post_attention_norm": "pre_feedforward_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+    },
     without_effect=("hidden_act",),
     adapt=adapt,
 )

@@ -10,7 +10,8 @@ def read_hf(settings: Settings, fields: Fields) -> Fields:
 
 FAMILY = Family(
     name="mistral",
-    model_types=("mistral",),  # GGUF files of Mistral are of the architecture "llama"
+    model_types=("mistral",),
+    gguf_architectures=(),  # GGUF files of Mistral are of the architecture "llama", which has no window
     defaults={
         "vocab_size": 32_000,
         "hidden_size": 4096,
