@@ -25,7 +25,6 @@ from .layer_cache import (
     RotationArrays,
     check_chunk,
     check_query,
-    check_softcap,
     outgrown,
 )
 from .packing import unpack_key_codes, unpack_value_codes
@@ -60,8 +59,7 @@ def decode_attention(
     softcap of c turns each scaled score x into c * tanh(x / c). A sequence of length 0 yields zeros, one that
     has `overflowed` NaN. Raises ShapeError, DTypeError, ConfigError, GradientError (INT2 only).
     """
-    check_query(query, cache, rotation, sink_logits)
-    check_softcap(softcap)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     return _decode(query, cache, rotation, softmax_scale, sliding_window, sink_logits, softcap)
 
 
@@ -106,8 +104,7 @@ def chunk_attention(
     padding: nothing attends to them and their output means nothing. Raises ShapeError, DTypeError,
     ConfigError, GradientError (INT2 only).
     """
-    check_query(query, cache, rotation, sink_logits)
-    check_softcap(softcap)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
     return _chunk(
         query, key, value, cache, rotation, new_lengths, softmax_scale, sliding_window, sink_logits, softcap

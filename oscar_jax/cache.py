@@ -31,7 +31,6 @@ from .layer_cache import (
     check_query,
     check_rotation,
     check_rows,
-    check_softcap,
     outgrown,
     recent_slot,
 )
@@ -127,9 +126,8 @@ def attend[Cache: LayerCache | DenseCache](
     Under jit nobody can refuse a sequence that outgrows its tables: its rows are dropped, from then on its
     output is NaN, the other sequences stay right, and `overflowed` tells which.
     """
-    check_query(query, cache, rotation, sink_logits)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
-    check_softcap(softcap)
     if isinstance(cache, LayerCache) and query.shape[2] != cache.config.num_query_heads:
         raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
     ops.check_implementation(implementation)

@@ -88,7 +88,7 @@ def decode_attention(
     **options: Any,
 ) -> jax.Array:
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
-    check_query(query, cache, rotation, options.get("sink_logits"))
+    check_query(query, cache, rotation, **options)
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
         kernels = _serving(DECODE_ATTENTION, implementation, options)
@@ -113,8 +113,8 @@ def chunk_attention(
     **options: Any,
 ) -> jax.Array:
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
-    check_query(query, cache, rotation, options.get("sink_logits"))
     check_chunk(query, key, value, cache, options["new_lengths"])
+    check_query(query, cache, rotation, **{n: x for n, x in options.items() if n != "new_lengths"})
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
         kernels = _serving(CHUNK_ATTENTION, implementation, options)

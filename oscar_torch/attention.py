@@ -23,7 +23,6 @@ from .layer_cache import (
     RotationArrays,
     check_chunk,
     check_query,
-    check_softcap,
     outgrown,
 )
 from .packing import unpack_key_codes, unpack_value_codes
@@ -57,8 +56,7 @@ def decode_attention(
     softcap of c turns each scaled score x into c * tanh(x / c). A sequence of length 0 yields zeros, one that
     has `overflowed` NaN. Raises ShapeError, DTypeError, ConfigError, GradientError (INT2 only).
     """
-    check_query(query, cache, rotation, sink_logits)
-    check_softcap(softcap)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     if isinstance(cache, LayerCache):
         refuse_gradients("decode_attention", (query, rotation, sink_logits))
     queries = _grouped(query[:, None], cache)
@@ -88,8 +86,7 @@ def chunk_attention(
     padding: nothing attends to them and their output means nothing. Raises ShapeError, DTypeError,
     ConfigError, GradientError (INT2 only).
     """
-    check_query(query, cache, rotation, sink_logits)
-    check_softcap(softcap)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
     if isinstance(cache, LayerCache):
         refuse_gradients("chunk_attention", (query, key, value, rotation, sink_logits))

@@ -28,7 +28,6 @@ from .layer_cache import (
     check_query,
     check_rotation,
     check_rows,
-    check_softcap,
     outgrown,
     recent_slot,
 )
@@ -128,9 +127,8 @@ def attend[Cache: LayerCache | DenseCache](
     exactly, to itself. `softcap` is that of `attention.decode_attention`. Raises what `append_rows` raises,
     before anything runs.
     """
-    check_query(query, cache, rotation, sink_logits)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
-    check_softcap(softcap)
     if isinstance(cache, LayerCache):
         if query.shape[2] != cache.config.num_query_heads:
             raise ShapeError(f"query has {query.shape[2]} heads, the cache {cache.config.num_query_heads}")
@@ -138,7 +136,7 @@ def attend[Cache: LayerCache | DenseCache](
     ops.check_implementation(implementation)
     if isinstance(cache, LayerCache):
         ops.check_softcap_kernel(implementation, softcap)
-    check_capacity(cache, new_lengths)
+    check_capacity(cache, new_lengths, key.shape[1])
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "sliding_window": sliding_window, "sink_logits": sink_logits,
         "softcap": softcap,

@@ -5,8 +5,10 @@ and read. `DenseCache` is the BF16 cache beside it: the baseline, and the ring o
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .core import cache_format as fmt
@@ -59,6 +61,7 @@ class LayerCache:
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
 
+    known_rotation = None  # the last one that was checked; no field either
     # `history_pages` on the host, where a caller keeps count: spares kernels that need it the wait.
     known_history = None  # or list[int]; no field: it is not part of the cache's content
 
@@ -141,8 +144,15 @@ def check_query(
     cache: LayerCache | DenseCache,
     rotation: RotationArrays | None,
     sink_logits: Tensor | None = None,
+    softmax_scale: float = 1.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Raises ShapeError or DTypeError unless query [B, N, D] or [B, T, N, D] and rotation fit the cache."""
+    """Raises ShapeError, DTypeError or ConfigError unless a query, its options and rotation fit the cache.
+
+    query [B, N, D] or [B, T, N, D]. A ring cannot serve a window longer than the one it was made for.
+    """
+    _require_float("query", query)
     shape = tuple(query.shape)
     middle = "" if len(shape) == 3 else "T, "
     if (
@@ -155,19 +165,29 @@ def check_query(
         raise ShapeError(
             f"query {shape}, expected [{cache.batch}, {middle}G * {cache.heads}, {cache.head_dim}], T >= 1"
         )
-    _require_float("query", query)
     if sink_logits is not None:
+        _require_float("sink_logits", sink_logits)
         if tuple(sink_logits.shape) != shape[-2:-1]:
             raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected {shape[-2:-1]}")
-        _require_float("sink_logits", sink_logits)
+    if softmax_scale is None or (isinstance(softmax_scale, int | float) and not 0 < softmax_scale < math.inf):
+        raise ConfigError(f"softmax_scale = {softmax_scale}, allowed: a finite number above 0")
+    if isinstance(sliding_window, int | float) and (sliding_window < 1 or sliding_window % 1):
+        raise ConfigError(f"sliding_window = {sliding_window}, allowed: None or a whole number of at least 1")
+    check_softcap(softcap)
     if isinstance(cache, LayerCache):
         check_rotation(cache, rotation)
+    elif cache.window is not None and (
+        sliding_window is None or (isinstance(sliding_window, int) and sliding_window > cache.window)
+    ):
+        raise ConfigError(
+            f"sliding_window = {sliding_window}, allowed: 1..{cache.window}, which the ring keeps"
+        )
 
 
 def check_softcap(softcap: float | None) -> None:
     """Raises ConfigError unless a soft cap of attention scores is positive, or None for none."""
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"softcap = {softcap!r}, allowed: > 0, or None for none")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ConfigError(f"softcap = {softcap!r}, allowed: a finite number above 0, or None for none")
 
 
 def check_chunk(
@@ -184,26 +204,28 @@ def check_chunk(
 def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
     """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
     for name, rows in (("key", key), ("value", value)):
+        _require_float(f"{name} rows", rows)
         shape = tuple(rows.shape)
         if len(shape) != 4 or shape[0] != cache.batch or shape[2:] != (cache.heads, cache.head_dim):
             raise ShapeError(
                 f"{name} rows {shape}, expected [{cache.batch}, T, {cache.heads}, {cache.head_dim}]"
             )
-        _require_float(f"{name} rows", rows)
     if key.shape != value.shape or key.shape[1] < 1:
         raise ShapeError(
             f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
         )
-    if not hasattr(new_lengths, "dtype"):
-        raise DTypeError(f"new_lengths is {type(new_lengths).__name__}, expected an int32 array")
+    _require_array("new_lengths", new_lengths)
     if tuple(new_lengths.shape) != (cache.batch,):
         raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
-    if "int" not in str(new_lengths.dtype):
-        raise DTypeError(f"new_lengths is {_dtype(new_lengths)}, expected int32")
+    for name, lengths in (("new_lengths", new_lengths), ("lengths of the cache", cache.lengths)):
+        if lengths.dtype not in (torch.int32, torch.int64):  # the latter is what Torch makes of lists
+            raise DTypeError(f"{name} is {_dtype(lengths)}, expected int32")
 
 
 def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
     """Raises ShapeError or DTypeError unless the rotation has the heads and the head_dim of the cache."""
+    if rotation is not None and cache.known_rotation is rotation:
+        return
     if rotation is None:
         raise ShapeError(f"rotation is None, an INT2 cache needs one of {cache.heads} or 1 heads")
     heads = rotation.key_transform.shape[0]
@@ -214,15 +236,23 @@ def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
         if name == "key_mean":  # for export only
             continue
         array = getattr(rotation, name)
+        _require_array(f"rotation: {name}", array)
         if tuple(array.shape) != shapes[name]:
             raise ShapeError(f"rotation: {name} {tuple(array.shape)}, expected {shapes[name]}")
         if _dtype(array) != dtype:
             raise DTypeError(f"rotation: {name} is {_dtype(array)}, expected {dtype}")
+    cache.known_rotation = rotation  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _require_float(name: str, array: Tensor) -> None:
-    if "float" not in str(array.dtype):
+    _require_array(name, array)
+    if not array.dtype.is_floating_point:
         raise DTypeError(f"{name} are {_dtype(array)}, expected bfloat16 (or a float to be rounded)")
+
+
+def _require_array(name: str, array: Tensor) -> None:
+    if not isinstance(array, Tensor):
+        raise DTypeError(f"{name}: {type(array).__name__}, expected an array")
 
 
 def _dtype(array: Tensor) -> str:

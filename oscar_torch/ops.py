@@ -19,7 +19,15 @@ from torch import Tensor
 from . import attention, quantize
 from .arithmetic import exact_arithmetic, refuse_gradients
 from .core.errors import ConfigError
-from .layer_cache import DenseCache, LayerCache, RotationArrays
+from .layer_cache import (
+    DenseCache,
+    LayerCache,
+    RotationArrays,
+    check_chunk,
+    check_query,
+    check_rotation,
+    check_rows,
+)
 
 IMPLEMENTATIONS = ("eager", "triton", "gluon", "flash")
 _log = logging.getLogger(__name__)
@@ -69,9 +77,11 @@ def append_token(
 
     Returns False, with nothing done, where the choice of implementation means the reference.
     """
+    check_rows(cache, key, value, new_lengths)
+    check_rotation(cache, rotation)
     refuse_gradients("append_token", (key, value))
     choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: False)
-    return choice(cache, rotation, key, value, new_lengths) is not False
+    return choice(cache, rotation, key, value, new_lengths.to(torch.int32)) is not False
 
 
 @exact_arithmetic
@@ -84,6 +94,7 @@ def decode_attention(
     **options: Any,
 ) -> Tensor:
     """`attention.decode_attention` by the chosen implementation; [B, N, D] in the query's dtype."""
+    check_query(query, cache, rotation, **options)
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
         kernels = _serving(DECODE_ATTENTION, implementation, options)
@@ -108,11 +119,14 @@ def chunk_attention(
     **options: Any,
 ) -> Tensor:
     """`attention.chunk_attention` by the chosen implementation; [B, T, N, D] in the query's dtype."""
+    check_chunk(query, key, value, cache, options["new_lengths"])
+    check_query(query, cache, rotation, **{n: x for n, x in options.items() if n != "new_lengths"})
     kernels: Kernels = {}
     if isinstance(cache, LayerCache):
         kernels = _serving(CHUNK_ATTENTION, implementation, options)
         refuse_gradients("chunk_attention", (query, key, value))
     choice = _choose(implementation, query, kernels, attention.chunk_attention)
+    options["new_lengths"] = options["new_lengths"].to(torch.int32)
     return choice(query, key, value, cache, rotation, **options).to(query.dtype)
 
 

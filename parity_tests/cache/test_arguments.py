@@ -63,6 +63,17 @@ WRONG = {
     "two lengths": lambda c: {"new_lengths": c.integers(2)},
     "more rows than given": lambda c: {"new_lengths": 11 * c.integers(1)},
     "negative rows": lambda c: {"new_lengths": -1 * c.integers(1)},
+    "short lengths": lambda c: {"new_lengths": c.framework.array(np.ones(1, np.int16), "cpu")},
+    "a list of queries": lambda c: {"query": [[[1.0]]]},
+    "no values": lambda c: {"value": None},
+    "scale NaN": lambda c: {"softmax_scale": float("nan")},
+    "scale infinite": lambda c: {"softmax_scale": float("inf")},
+    "scale 0": lambda c: {"softmax_scale": 0},
+    "scale negative": lambda c: {"softmax_scale": -0.2},
+    "scale missing": lambda c: {"softmax_scale": None},
+    "window 0": lambda c: {"sliding_window": 0},
+    "window negative": lambda c: {"sliding_window": -1},
+    "window of a fraction": lambda c: {"sliding_window": 99.5},
     "a scalar length": lambda c: {"new_lengths": c.integers()},
     "no rotation": lambda c: {"rotation": None},
     "rotation heads": lambda c: {"rotation": c.rotation(3, HEAD_DIM)},
@@ -77,17 +88,43 @@ WRONG = {
 
 @pytest.mark.parametrize("case", [name for name in WRONG if name != "implementation"])
 def test_the_same_refusal_in_both_packages(case: str) -> None:
-    """A ShapeError or DTypeError of the same words, with nothing stored (51)."""
+    """A named error of the same words, with nothing stored (51)."""
     messages = set()
     for framework in FRAMEWORKS.values():
         if not framework.installed():
             pytest.skip(f"{framework.name} is not installed")
         call = Call(framework)
         errors = framework.module("core.errors")
-        with pytest.raises((errors.ShapeError, errors.DTypeError)) as caught:
+        with pytest.raises((errors.ShapeError, errors.DTypeError, errors.ConfigError)) as caught:
             call.run(**WRONG[case](call))
         messages.add((type(caught.value).__name__, str(caught.value).split("\n---")[0]))
         assert framework.numpy(call.arguments["cache"].lengths).tolist() == [0]
+    assert len(messages) == 1, messages
+
+
+RING = {
+    "no window": (128, None, None),
+    "a longer window": (128, None, 129),
+    "a ring shorter than its window": (128, 100, 128),
+    "what else is wrong": (128, None, -3),
+}
+
+
+@pytest.mark.parametrize("case", RING)
+def test_a_ring_serves_its_own_window_only(case: str) -> None:
+    """51: rows that the ring has overwritten are not silently missing from a longer window."""
+    window, room, asked = RING[case]
+    messages = set()
+    for framework in FRAMEWORKS.values():
+        if not framework.installed():
+            pytest.skip(f"{framework.name} is not installed")
+        call, errors = Call(framework, 101), framework.module("core.errors")
+        config = framework.module("core.config").CacheConfig(HEADS, QUERY_HEADS, HEAD_DIM)
+        ring = call.cache_module.allocate_dense_cache(config, 1, room or 512, window)
+        with pytest.raises((errors.ConfigError, errors.CacheFullError)) as caught:
+            call.run(cache=ring, sliding_window=asked)
+        messages.add((type(caught.value).__name__, str(caught.value)))
+        assert framework.numpy(ring.lengths).tolist() == [0]
     assert len(messages) == 1, messages
 
 

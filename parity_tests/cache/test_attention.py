@@ -133,7 +133,7 @@ def test_kernels_refuse_a_softcap_by_name(framework: Framework) -> None:
     kernel = "mosaic_gpu" if framework.name == "jax" else "triton"
     with pytest.raises(NotImplementedError, match=f"implementation = '{kernel}' with softcap = 3.0"):
         case.cache.attend(*arguments, softcap=3.0, implementation=kernel, **options)
-    with pytest.raises(errors.ConfigError, match=r"softcap = 0\.0, allowed: > 0"):
+    with pytest.raises(errors.ConfigError, match=r"softcap = 0\.0, allowed: a finite"):
         case.cache.attend(*arguments, softcap=0.0, **options)
     assert case.cache.field("lengths").tolist() == list(LENGTHS)
 
