@@ -309,7 +309,11 @@ def fit_rotation_set(
             else:
                 rotations[layer] = _fit_layer(statistics[layer], settings)
                 alpha = int(rotations[layer].key_multiplier[0]) / (1 << fmt.MULTIPLIER_BITS)
-                chosen = {"key": [{"basis": f"{settings.basis} {settings.damping:g}", "alpha": alpha}]}
+                name = f"{settings.basis} {settings.damping:g}"
+                chosen = {"key": [{"basis": name, "alpha": alpha}]}
+                if settings.basis == ORDERED:
+                    alpha = int(rotations[layer].value_multiplier[0]) / (1 << fmt.MULTIPLIER_BITS)
+                    chosen["value"] = [{"basis": name, "alpha": alpha}]
             fitted = jax.tree.map(jnp.asarray, rotations[layer])
             errors = [
                 layer_error(h.query, h.positions, h.key, h.value, fitted, config, layer) for h in seen[layer]

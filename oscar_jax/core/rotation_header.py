@@ -121,7 +121,7 @@ def require_nearest(header: RotationHeader, writer: str) -> None:
     if header.rounding != "nearest":
         raise CheckpointError(
             f"header: rounding = {header.rounding!r}: {writer} knows 'nearest' alone, for which the basis of "
-            "such a set is worse than others"
+            "such a set is worse than others; `oscar fit --rounding nearest` makes one of the same statistics"
         )
 
 

@@ -65,6 +65,11 @@ class TestInterpreted:
         """Ragged, over page boundaries, one sequence standing still every other step."""
         assert interpret(append_differences, rotation(2, 64), (1, 63, 383, 447, 500), 4) == []
 
+    @pytest.mark.parametrize("fed", [("key", "value"), ("key",)])
+    def test_append_token_rounds_sequentially(self, fed: tuple[str, ...]) -> None:
+        """The page that leaves is coded with the rotation's feedback; values fed and not."""
+        assert interpret(append_differences, rotation(2, 64), (383, 447), 2, fed=fed) == []
+
     @pytest.mark.parametrize(("head_dim", "feed_values"), [(64, True), (96, False)])
     def test_sequential_pages(self, head_dim: int, feed_values: bool) -> None:
         """Feedback of full size, rows of any bits; values fed and not."""
@@ -302,6 +307,7 @@ def compile_quantizer(
     types = dict.fromkeys((*strides, "num_pages", "stride_rotation", "stride_table", "shift"), "i32")
     halves = ("key_transform_ptr", "value_transform_ptr", "key_scale_ptr", "value_scale_ptr")
     types |= dict.fromkeys((*halves, "value_mean_ptr", "key_page_mean_ptr"), "*i16")
+    types |= dict.fromkeys(("key_feedback_ptr", "value_feedback_ptr"), "*i8")
     names = kernel.arg_names
     aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in strides]
     code = source(
@@ -506,6 +512,13 @@ class TestOnGpu:
         """Step by step, and as one CUDA graph replayed."""
         fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
         assert append_differences(fields, lengths, 130, "gpu", captured) == []
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    def test_append_token_rounds_sequentially(self, head_dim: int) -> None:
+        """Pages that leave within one CUDA graph, coded with feedback of full size."""
+        fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
+        fed = ("key", "value")
+        assert append_differences(fields, lengths, 130, "gpu", captured=True, fed=fed) == []
 
     @pytest.mark.hopper
     @pytest.mark.parametrize("head_dim", [64, 128])

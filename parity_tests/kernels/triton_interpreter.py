@@ -206,12 +206,14 @@ def append_differences(
     device: str = "cpu",
     captured: bool = False,
     kernel: str = "append.triton",
+    fed: tuple[str, ...] = (),
 ) -> list[str]:
     """Cache arrays that differ after `steps` tokens by `append_token` and by the reference append.
 
     kernel: "append.triton" or "append.gluon". Every step reads its rows and counts from the same arrays:
-    `captured` replays one CUDA graph.
+    `captured` replays one CUDA graph. Roles `fed` are rounded sequentially.
     """
+    import dataclasses
     import importlib
 
     import torch
@@ -221,6 +223,9 @@ def append_differences(
     append_token = importlib.import_module(f"oscar_torch.triton_kernels.{kernel}").append_token
     fused, reference = (make_case(rotation, lengths, max(lengths) + steps, 1, device)[0] for _ in range(2))
     rng = np.random.default_rng(1)
+    feedback = {f"{role}_feedback": make_feedback(rng, fused.rotation.key_transform) for role in fed}
+    for case in (fused, reference):
+        case.rotation = dataclasses.replace(case.rotation, **feedback)
     place, shape = fused.cache.lengths.device, (len(lengths), 1, *fused.cache.window_key.shape[1::2])
     key, value = (torch.empty(shape, dtype=torch.bfloat16, device=place) for _ in range(2))
     counts = torch.ones(len(lengths), dtype=torch.int32, device=place)
@@ -293,6 +298,20 @@ def pair_differences(
     ]
 
 
+def make_feedback(rng: np.random.Generator, transform: Any) -> Any:
+    """Feedback of full size for a Torch transform [K, D, D], one matrix and shift per head."""
+    import torch
+
+    from oscar_torch.quantize import Feedback
+
+    heads, head_dim = transform.shape[:2]
+    steps = 3 if head_dim % 64 else 4
+    block = np.arange(head_dim) // (head_dim // steps)
+    matrix = rng.integers(-127, 128, (heads, head_dim, head_dim)) * (block[:, None] < block[None])
+    shift = torch.from_numpy(rng.integers(0, 8, heads).astype(np.int32)).to(transform.device)
+    return Feedback(torch.from_numpy(matrix.astype(np.int8)).to(transform.device), shift, steps)
+
+
 def sequential_differences(head_dim: int, feed_values: bool, device: str = "cpu") -> list[str]:
     """INT2 arrays in which the Triton quantizer and the reference differ by sequential rounding.
 
@@ -309,15 +328,8 @@ def sequential_differences(head_dim: int, feed_values: bool, device: str = "cpu"
     rng = np.random.default_rng(head_dim)
     layer_rotation = make_case(row_families.make_rotation(rng, 2, head_dim), (1,), 1, 1, device)[1]
     place = layer_rotation.key_transform.device
-    steps = 3 if head_dim % 64 else 4
-    block = np.arange(head_dim) // (head_dim // steps)
-
-    def feedback() -> Any:
-        matrix = rng.integers(-127, 128, (2, head_dim, head_dim)) * (block[:, None] < block[None])
-        shift = torch.from_numpy(rng.integers(0, 8, 2).astype(np.int32))
-        return quantize.Feedback(torch.from_numpy(matrix.astype(np.int8)).to(place), shift.to(place), steps)
-
-    fed = {"key_feedback": feedback(), "value_feedback": feedback() if feed_values else None}
+    roles = ("key", "value") if feed_values else ("key",)
+    fed = {f"{role}_feedback": make_feedback(rng, layer_rotation.key_transform) for role in roles}
     layer_rotation = dataclasses.replace(layer_rotation, **fed)
     shape = (3, 64, 2, head_dim)
     normal = torch.from_numpy(rng.normal(0, 3, shape)).bfloat16().to(place)

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ...quantize import require_nearest
 from ..launch.tensors import check_hopper
 from ..quantize.gluon import PLANS
 from ..quantize.gluon_page import center_tile, everywhere, role_memory, store_page, tile_offsets
@@ -109,6 +110,7 @@ HEAD_DIMS = (64, 128)
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`append.triton.append_token`; raises NotImplementedError too for a head_dim not served."""
+    require_nearest(rotation, "the Gluon append kernel")
     check_hopper(cache.window_key)
     head_dim = cache.config.head_dim
     if head_dim not in HEAD_DIMS:

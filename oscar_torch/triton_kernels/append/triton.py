@@ -7,8 +7,8 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import ShapeError
-from ...quantize import require_nearest
 from ..launch.tensors import check_device, int16_bits, int32_pairs, rotation_stride
+from ..quantize.sequential import HEAD_DIM_MAX, sequential_complements
 from ..quantize.steps import (
     CODES,
     PAGE,
@@ -19,6 +19,8 @@ from ..quantize.steps import (
     row_operands,
     scale_rows,
     store_codes,
+    store_scales,
+    store_words,
     token_powers,
 )
 
@@ -26,11 +28,14 @@ from ..quantize.steps import (
 @triton.jit
 def _flush_page(
     rows_ptr, source, target, head, transform_ptr, t_high, t_low, multiplier_ptr, mean_ptr, stride_rotation,
-    codes_ptr, scale_ptr, row0,
+    codes_ptr, scale_ptr, feedback_ptr, shift_ptr, row0,
     IS_KEY: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize `ROWS` rows of one window page of one head into an INT2 page of the cache."""
+    """Quantize `ROWS` rows of one window page of one head into an INT2 page of the cache.
+
+    STEPS: blocks of sequential rounding, 0 to the nearest.
+    """
     slot = target * K + head
     rows_ptr += (source * K + head) * (PAGE * D // 2)
     value_mean, value_mean_largest, powers = 0, 0, 0
@@ -53,18 +58,25 @@ def _flush_page(
             rows_ptr, D // 2, factor, largest, mean_ptr, row0, transform_ptr, IS_KEY, D, DP, ROWS, CHUNK
         )
     multiplier = tl.load(multiplier_ptr + head * stride_rotation)
-    store_codes(
-        y, exponent, multiplier, powers, codes_ptr + slot * (PAGE * D // CODES), scale_ptr + slot * PAGE,
-        row0, IS_KEY, D, DP, ROWS,
-    )  # fmt: skip
+    if STEPS == 0:
+        store_codes(
+            y, exponent, multiplier, powers, codes_ptr + slot * (PAGE * D // CODES), scale_ptr + slot * PAGE,
+            row0, IS_KEY, D, DP, ROWS,
+        )  # fmt: skip
+    else:
+        threshold = store_scales(y, exponent, multiplier, scale_ptr + slot * PAGE, row0, D, ROWS)
+        own = feedback_ptr + head * stride_rotation * D * D
+        shift = tl.load(shift_ptr + head * stride_rotation)
+        complements = sequential_complements(y, threshold, own, shift, IS_KEY, D, DP, STEPS)
+        store_words(complements, powers, codes_ptr + slot * (PAGE * D // CODES), row0, IS_KEY, D, DP, ROWS)
 
 
 @triton.jit
 def _flush_role(
     rows_ptr, flushes, sources, targets, head, transform_ptr, multiplier_ptr, mean_ptr, stride_rotation,
-    codes_ptr, scale_ptr, row0,
+    codes_ptr, scale_ptr, feedback_ptr, shift_ptr, row0,
     IS_KEY: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """`_flush_page` for every entry of `flushes`, `sources` and `targets` [N] that flushes."""
     transform_ptr += head * stride_rotation * D * D
@@ -77,7 +89,8 @@ def _flush_role(
             target = tl.sum(tl.where(own, targets, 0), 0).to(tl.int64)
             _flush_page(
                 rows_ptr, source, target, head, transform_ptr, t_high, t_low, multiplier_ptr, mean_ptr,
-                stride_rotation, codes_ptr, scale_ptr, row0, IS_KEY, K, D, DP, ROWS, CHUNK,
+                stride_rotation, codes_ptr, scale_ptr, feedback_ptr, shift_ptr, row0,
+                IS_KEY, K, D, DP, ROWS, CHUNK, STEPS,
             )  # fmt: skip
 
 
@@ -114,14 +127,17 @@ def _append_kernel(
     stride_table, window_table_ptr, window_key_ptr, window_value_ptr,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
     stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    key_feedback_ptr, key_shift_ptr, value_feedback_ptr, value_shift_ptr,
     SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
+    KEY_STEPS: tl.constexpr, VALUE_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2 * K * 64 / ROWS, batch / ENTRIES): one new row of `ENTRIES` sequences, and where a page leaves
     the recent part, `ROWS` rows of it quantized.
 
     The first 2 * K programs store the new rows. The page that leaves and the page of the new row are never
     the same slot, so programs do not wait; the last to have read the counts of a sequence writes them.
+    KEY_STEPS, VALUE_STEPS: blocks of sequential rounding; 0, with None for the feedback: to the nearest.
     """
     part = tl.program_id(0)
     head = part // 2 % K
@@ -171,14 +187,14 @@ def _append_kernel(
         if is_key:
             _flush_role(
                 window_key_ptr, flushes, sources, targets, head, key_transform_ptr, key_multiplier_ptr,
-                key_page_mean_ptr, stride_rotation, key_codes_ptr, key_scale_ptr, row0,
-                True, K, D, DP, ROWS, CHUNK,
+                key_page_mean_ptr, stride_rotation, key_codes_ptr, key_scale_ptr, key_feedback_ptr,
+                key_shift_ptr, row0, True, K, D, DP, ROWS, CHUNK, KEY_STEPS,
             )  # fmt: skip
         else:
             _flush_role(
                 window_value_ptr, flushes, sources, targets, head, value_transform_ptr, value_multiplier_ptr,
-                value_mean_ptr, stride_rotation, value_codes_ptr, value_scale_ptr, row0,
-                False, K, D, DP, ROWS, CHUNK,
+                value_mean_ptr, stride_rotation, value_codes_ptr, value_scale_ptr, value_feedback_ptr,
+                value_shift_ptr, row0, False, K, D, DP, ROWS, CHUNK, VALUE_STEPS,
             )  # fmt: skip
 
 
@@ -206,14 +222,15 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
     beyond the table is dropped: nothing is written for its sequence, and its length becomes capacity + 1,
     which makes its attention NaN (`cache.overflowed`). While the kernel runs, the upper bits of lengths and
     history_pages count the programs that have read them. Raises ShapeError, NotImplementedError (device; more
-    tokens and heads than 32 bits can count). Format page, section 4.
+    tokens and heads than 32 bits can count; sequential rounding above 256 channels). Format page, section 4.
     """
     config, batch = cache.config, cache.batch
     tiles = _flush_tiles(config.head_dim)
     parts = _parts(config.num_key_value_heads, tiles)
+    feedback, steps = _feedback_arguments(rotation, config.head_dim)
     arguments, constants = append_arguments(cache, rotation, key, value, new_lengths, parts)
     _append_kernel[(parts, triton.cdiv(batch, ENTRIES))](
-        batch, *arguments, **constants, ENTRIES=ENTRIES, **tiles
+        batch, *arguments, *feedback, **constants, ENTRIES=ENTRIES, **steps, **tiles
     )
 
 
@@ -226,7 +243,6 @@ def append_arguments(
     for name, rows in (("key", key), ("value", value)):
         if rows.shape != (batch, 1, heads, head_dim):
             raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
-    require_nearest(rotation, "the append kernel")
     check_device(cache.window_key)
     shift = int(cache.capacity + 1).bit_length()
     if parts << shift > 1 << 31:
@@ -240,6 +256,19 @@ def append_arguments(
     slots = triton.next_power_of_2(config.window_slots)
     constants = {"SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots, "SLOTS": slots}
     return arguments, {**constants, "K": heads, "D": head_dim}
+
+
+def _feedback_arguments(rotation, head_dim: int) -> tuple[tuple[torch.Tensor | None, ...], dict[str, int]]:
+    """The feedback of both roles as the plain kernel takes it, None and 0 blocks where there is none."""
+    arrays: list[torch.Tensor | None] = []
+    steps = {}
+    for role in ("key", "value"):
+        feedback = getattr(rotation, f"{role}_feedback", None)
+        if feedback is not None and head_dim > HEAD_DIM_MAX:
+            raise NotImplementedError(f"head_dim {head_dim}: sequential up to {HEAD_DIM_MAX}")
+        arrays += [None, None] if feedback is None else [feedback.matrix.contiguous(), feedback.shift]
+        steps[f"{role.upper()}_STEPS"] = 0 if feedback is None else feedback.steps
+    return tuple(arrays), steps
 
 
 def _parts(heads: int, tiles: dict[str, int]) -> int:

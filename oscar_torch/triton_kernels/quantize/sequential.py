@@ -31,7 +31,7 @@ LIMIT = tl.constexpr(fmt.FEEDBACK_LIMIT)
 
 
 @triton.jit
-def _sequential_complements(
+def sequential_complements(
     y, threshold, feedback_ptr, shift,
     IS_KEY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _role(
         else:
             shift = tl.load(shift_ptr + head * stride_rotation)
             own = feedback_ptr + head * stride_rotation * D * D
-            complements = _sequential_complements(y, threshold, own, shift, IS_KEY, D, DP, STEPS)
+            complements = sequential_complements(y, threshold, own, shift, IS_KEY, D, DP, STEPS)
         store_words(complements, powers, codes_ptr + slot * (PAGE * D // CODES), row0, IS_KEY, D, DP, ROWS)
 
 
