@@ -11,15 +11,11 @@ covariances are centered page by page and damped, and each page carries its own 
 import dataclasses
 import datetime
 import hashlib
-import math
 import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..core import cache_format as fmt
@@ -28,15 +24,15 @@ from ..core.errors import CheckpointError, ConfigError
 from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
 from ..evaluation import streams
 from ..evaluation.job import about_this_run
-from ..evaluation.stepper import Runner, layer_error, make_runner
+from ..evaluation.stepper import Runner, make_runner
 from ..evaluation.subject import Progress, Subject, default_chunk, load_subject, no_progress
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
-from ..rotations.fit import ORDERED, fit_layer_rotation, rounding_fields
-from ..rotations.rotation import LayerRotation, RotationSet, validate_rotation_set
+from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.statistics import LayerStatistics
+from . import choice
 from . import statistics as running_sums
-from .held_out import _least_context, choose_layer_rotation, observe_sequence
+from .held_out import LayerJudge, least_context, observe_sequence
 from .report import Calibration, save_report
 
 SAVE_EVERY = 8  # forward passes
@@ -78,7 +74,7 @@ def calibrate(
     layers = subject.int2_layers(all_layers=all_layers)
     found = [streams.read_stream([source], subject.encode, settings.tokens, field) for source in texts]
     sequences = streams.cut_sequences(found, settings.tokens, settings.context, config.bos_token_id)
-    fitted, held_out = running_sums.split_sequences(sequences)
+    fitted, held_out = choice.split_sequences(sequences)
     digest = streams.combined_digest(found)
     about = about_this_run(
         config,
@@ -174,7 +170,7 @@ def fit(
         by_layer, found = statistics_file.read_statistics(path)
     assert by_layer is not None
     header = _fit_header(by_layer, header or found, settings, model_id, num_query_heads)
-    rotations = {layer: _fit_layer(entry, settings) for layer, entry in by_layer.items()}
+    rotations = {layer: choice.fit_layer(entry, settings) for layer, entry in by_layer.items()}
     rotation_set = RotationSet(header, rotations)
     validate_rotation_set(rotation_set)
     if out is not None:
@@ -218,29 +214,7 @@ def _fit_header(
         num_query_heads=num_query_heads or header.num_query_heads,
         num_key_value_heads=heads,
         head_dim=head_dim,
-        **_basis_fields(header, settings, settings.rounding, head_dim),
-    )
-
-
-def _basis_fields(
-    header: RotationHeader, settings: CalibrationConfig, rounding: str, head_dim: int
-) -> dict[str, Any]:
-    """What a fit adds to the header of its statistics."""
-    fitted = {"damping": settings.damping, "per_head": settings.per_head}
-    return {
-        "basis": settings.basis,
-        "basis_version": bases.BASIS_VERSION,
-        "extra": header.extra | fitted,
-        **rounding_fields(ORDERED if rounding == "sequential" else "", head_dim),
-    }
-
-
-def _fit_layer(statistics: LayerStatistics, settings: CalibrationConfig) -> LayerRotation:
-    return fit_layer_rotation(
-        statistics,
-        settings.basis,
-        per_head=settings.per_head,
-        damping=settings.damping,
+        **choice.basis_fields(header, settings, settings.rounding, head_dim),
     )
 
 
@@ -280,68 +254,6 @@ def fit_rotation_set(
         observe_sequence(runner, layers, tokens, chunk=chunk, on_chunk=on_chunk) for tokens in held_out
     ]
     seen = {layer: [part[layer] for part in observed if len(part[layer].positions)] for layer in layers}
-    if settings.basis == "auto" and not all(seen.values()):
-        raise ConfigError(
-            f"basis 'auto' needs held-out sequences of at least {_least_context(config)} tokens, "
-            f"these have {max(map(len, held_out))}: give more text, or name a basis"
-        )
-    competing = [settings.rounding or rounding for rounding in fmt.ROUNDINGS]
-    fits: dict[str, tuple[dict[int, LayerRotation], dict[str, Any]]] = {}
-    for rounding in dict.fromkeys(competing):
-        if len(set(competing)) > 1 and rounding == "sequential":
-            try:  # a set that nobody asked for by name need not be possible
-                rounding_fields(ORDERED, config.head_dim)
-                statistics[layers[0]].require_ordered()
-            except ConfigError:
-                continue
-        rotations: dict[int, LayerRotation] = {}
-        by_layer: dict[str, Any] = {}
-        for layer in layers:
-            if settings.basis == "auto":
-                rotations[layer], chosen = choose_layer_rotation(
-                    statistics[layer],
-                    seen[layer],
-                    config,
-                    layer,
-                    per_head=settings.per_head,
-                    rounding=rounding,
-                )
-            else:
-                rotations[layer] = _fit_layer(statistics[layer], settings)
-                alpha = int(rotations[layer].key_multiplier[0]) / (1 << fmt.MULTIPLIER_BITS)
-                name = f"{settings.basis} {settings.damping:g}"
-                chosen = {"key": [{"basis": name, "alpha": alpha}]}
-                if settings.basis == ORDERED:
-                    alpha = int(rotations[layer].value_multiplier[0]) / (1 << fmt.MULTIPLIER_BITS)
-                    chosen["value"] = [{"basis": name, "alpha": alpha}]
-            fitted = jax.tree.map(jnp.asarray, rotations[layer])
-            errors = [
-                layer_error(h.query, h.positions, h.key, h.value, fitted, config, layer) for h in seen[layer]
-            ]
-            by_layer[str(layer)] = {
-                "chosen": {name: chosen[name] for name in ("key", "value") if name in chosen},
-                "tried": chosen.get("tried", {}),
-                "predicted": {k: float(np.mean([e[k] for e in errors])) for k in errors[0]} if errors else {},
-                "key_condition_number": bases.condition_number(rotations[layer].key_transform),
-                "value_condition_number": bases.condition_number(rotations[layer].value_transform),
-            }
-            if rounding == competing[0]:
-                on_layer(layer)
-        fits[rounding] = rotations, by_layer
-    rounding = min(fits, key=lambda name: _predicted_error(fits[name][1]) if len(fits) > 1 else 0.0)
-    rotations, by_layer = fits[rounding]
-    fields = _basis_fields(header, settings, rounding, config.head_dim)
-    fields["extra"]["choices"] = {layer: entry["chosen"] for layer, entry in by_layer.items()}
-    header = dataclasses.replace(header, **fields)
-    report: dict[str, Any] = {"layers": by_layer, "rounding": rounding}
-    if len(fits) > 1:
-        report["predicted_by_rounding"] = {
-            name: math.exp(_predicted_error(fit[1])) for name, fit in fits.items()
-        }
-    return Calibration(RotationSet(header, rotations), dict(statistics), report)
-
-
-def _predicted_error(by_layer: Mapping[str, Any]) -> float:
-    """Mean over layers of the logarithm of attention KL and output error, as candidates are judged."""
-    errors = [entry["predicted"] for entry in by_layer.values()]
-    return float(np.mean([np.log(error[name]) for error in errors for name in ("kl", "output_error")]))
+    judges = {layer: LayerJudge(seen[layer], config, layer) for layer in layers}
+    least = least_context(config)
+    return choice.fit_and_judge(statistics, judges, settings, header, least_context=least, on_layer=on_layer)

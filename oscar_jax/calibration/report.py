@@ -1,4 +1,7 @@
-"""Tables and plots of a calibration."""
+"""Tables and plots of a calibration.
+
+Twin file, byte-identical in both packages: NumPy, and matplotlib for the plots.
+"""
 
 import dataclasses
 import json
@@ -43,7 +46,7 @@ def save_report(calibration: Calibration, directory: pathlib.Path, about: Mappin
     )
     before, after = {}, {}
     for layer, entry in statistics.items():
-        transform = fixed_point.from_fixed_point(rotations[layer].key_transform)
+        transform = fixed_point.from_fixed_point(rotations[layer].numpy()["key_transform"])
         covariances = entry.key_covariance
         before[layer] = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2)).mean(axis=0)
         rotated = transform.swapaxes(1, 2) @ covariances @ transform

@@ -23,17 +23,7 @@ from ..quantize import round_to_bfloat16
 from ..rotations.statistics import LayerStatistics
 from . import covariance
 
-HELD_OUT_SHARE = 0.25
-HELD_OUT_MOST = 4
 STATE_FILE = "calibration_state.npz"
-
-
-def split_sequences(sequences: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Sequences to fit on and sequences to choose on; a single one serves both."""
-    if len(sequences) == 1:
-        return list(sequences), list(sequences)
-    held_out = min(HELD_OUT_MOST, max(1, round(HELD_OUT_SHARE * len(sequences))))
-    return list(sequences[:-held_out]), list(sequences[-held_out:])
 
 
 # The streaming pass.

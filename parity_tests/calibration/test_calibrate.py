@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from oscar_jax.cache import allocate_layer_cache, append_rows, read_layer_cache
-from oscar_jax.calibration import held_out as calibration_held_out
+from oscar_jax.calibration import choice as calibration_choice
 from oscar_jax.calibration import job as calibration_job
 from oscar_jax.calibration import statistics as calibration_statistics
 from oscar_jax.cli import main
@@ -319,7 +319,7 @@ def test_choose_needs_a_clear_win() -> None:
     def score(fit: Any, multiplier: int) -> np.ndarray:
         return scores.get(id(fit), np.ones(2)) * (0.9 if multiplier == 333 and id(fit) not in scores else 1.0)
 
-    choice = calibration_held_out._choose({"a": first, "b": second}, ("key_mean",), score, (410, 333))
+    choice = calibration_choice.choose_candidate({"a": first, "b": second}, ("key_mean",), score, (410, 333))
     assert choice.names == ["a", "b"]
     assert choice.multipliers == [333, 410]
     assert np.asarray(choice.fields["key_mean"], np.float32).mean(axis=1).tolist() == [0.0, 1.0]
