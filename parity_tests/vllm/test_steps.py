@@ -2,6 +2,7 @@
 
 import functools
 import random
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,11 @@ ROTATION = hadamard_rotation(HEADS, DIM)
 
 
 @functools.cache
-def rows_of(name: str, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_of(name: str, layer: int) -> tuple[Any, Any, Any]:
     """Query, key and value of every token that a request can have: what a model would compute."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)) * 7 + layer)
     shapes = (HEADS * GROUP, DIM), (HEADS, DIM), (HEADS, DIM)
-    return tuple(torch.randn(MAX_LENGTH, *s, generator=generator).bfloat16() for s in shapes)  # type: ignore[return-value]
+    return tuple(torch.randn(MAX_LENGTH, *s, generator=generator).bfloat16() for s in shapes)
 
 
 class Served:
@@ -50,7 +51,7 @@ class Served:
         self.slots = SlotTable(sequences)
         self.tables = StepTables(CONFIG, LAYERS, sequences + 3, MAX_LENGTH, device)
 
-    def run(self, batch: Batch, padding: int = 0) -> tuple[list[torch.Tensor], list[int]]:
+    def run(self, batch: Batch, padding: int = 0) -> tuple[list[Any], list[int]]:
         """Outputs [T, N, D] of every layer, and where each row begins; `padding` rows stand at the end."""
         self.slots.release(batch.left)
         slots = self.slots.seat([request.name for request in batch.requests])
@@ -76,7 +77,7 @@ class Served:
             outputs.append(output)
         return outputs, starts
 
-    def rows(self, batch: Batch, layer: int, tokens: int) -> list[torch.Tensor]:
+    def rows(self, batch: Batch, layer: int, tokens: int) -> list[Any]:
         parts = []
         for request, count in zip(batch.requests, batch.counts):
             part = slice(request.computed, request.computed + count)
@@ -91,7 +92,7 @@ class Alone:
     def __init__(self) -> None:
         self.caches: dict[tuple[str, int, int], LayerCache] = {}
 
-    def run(self, batch: Batch, row: int, layer: int) -> tuple[torch.Tensor, LayerCache]:
+    def run(self, batch: Batch, row: int, layer: int) -> tuple[Any, LayerCache]:
         request, count = batch.requests[row], batch.counts[row]
         place = request.name, layer, request.times
         if place not in self.caches:
@@ -150,7 +151,7 @@ def compare(engine: Engine, served: Served, padding: int = 0) -> list[Batch]:
 
 def test_a_prompt_in_one_piece_then_tokens() -> None:
     engine = Engine(blocks=20, sequences=1, budget=1000)
-    engine.add("a", prompt=333, total=420)
+    engine.add("a", prompt=180, total=215)
     compare(engine, Served(20, 1))
 
 
@@ -158,7 +159,7 @@ def test_a_prompt_in_one_piece_then_tokens() -> None:
 def test_chunks_of_any_size(budget: int) -> None:
     """From single tokens on: prompts cross the end of the sink, of a page and of the recent part anywhere."""
     engine = Engine(blocks=20, sequences=1, budget=budget)
-    engine.add("a", prompt=200 if budget == 1 else 460, total=210 if budget == 1 else 470)
+    engine.add("a", prompt=140 if budget == 1 else 460, total=200 if budget == 1 else 466)
     compare(engine, Served(20, 1))
 
 
@@ -166,9 +167,9 @@ def test_mixed_batches_preemption_and_padding() -> None:
     """More requests than places and blocks: decoding rows beside chunks, preempted and resumed sequences."""
     engine = Engine(blocks=26, sequences=5, budget=200, seed=3)
     generator = random.Random(5)
-    for i in range(12):
+    for i in range(8):
         prompt = generator.choice([1, 2, 40, 64, 130, 257, 400])
-        engine.add(f"r{i}", prompt, prompt + generator.choice([1, 20, 90]))
+        engine.add(f"r{i}", prompt, prompt + generator.choice([1, 12, 40]))
     served = Served(26, 5)
     batches = compare(engine, served, padding=3)
     assert engine.preemptions, "nothing was preempted: fewer blocks"
@@ -231,8 +232,8 @@ def test_a_trial_run_stores_nothing() -> None:
     )  # fmt: skip
     assert step.decodes == 2 and [c.slot for c in step.chunks] == [-1]
     for layer, memory in enumerate(served.memories):
-        rows = [torch.randn(90, heads, DIM).bfloat16() for heads in (HEADS * GROUP, HEADS, HEADS)]
-        attend_step(memory, served.blocks[layer], step, *rows, torch.empty_like(rows[0]), softmax_scale=SCALE)
+        q, k, v = (torch.randn(90, heads, DIM).bfloat16() for heads in (HEADS * GROUP, HEADS, HEADS))
+        attend_step(memory, served.blocks[layer], step, q, k, v, torch.empty_like(q), softmax_scale=SCALE)
     for old, new in zip(before, (*served.blocks, *(m.window_key for m in served.memories))):
         assert torch.equal(old, new)
 
