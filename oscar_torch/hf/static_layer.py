@@ -20,6 +20,7 @@ from ..core import cache_format as fmt
 from ..core.errors import CacheFullError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import LayerCache
+from ..rotations.rotation import FEEDBACKS
 from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, _tokens_first, request_mask
 from .pieces import attend_in_pieces
 from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
@@ -316,6 +317,11 @@ class StaticLayer(OscarLayer):
             sink_tokens=config.sink_tokens,
             recent_tokens=config.recent_tokens,
             rotation_heads=0 if self.rotation is None else self.rotation.key_transform.shape[0],
+            **{
+                f"{name.partition('_')[0]}_steps": feedback.steps
+                for name in FEEDBACKS
+                if (feedback := getattr(self.rotation, name, None)) is not None
+            },
         )
         self.buffer, self.state = new_state(self.layout, self.rotation, self.ring, device)
         self.store, self.rotation = self.state.store, self.state.rotation  # from here on in the buffer

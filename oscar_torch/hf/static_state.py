@@ -17,8 +17,8 @@ from ..cache import append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..layer_cache import DenseCache, LayerCache
-from ..quantize import require_nearest
-from ..rotations.rotation import LayerRotation
+from ..quantize import Feedback
+from ..rotations.rotation import FEEDBACKS, LayerRotation
 from .rows import decode_attention
 
 ALIGNMENT = 256  # bytes; kernels read whole vectors
@@ -35,6 +35,8 @@ class Layout(NamedTuple):
     sink_tokens: int
     recent_tokens: int
     rotation_heads: int  # 1 or `heads`; 0 for a BF16 cache
+    key_steps: int = 0  # blocks of sequential rounding; 0: to the nearest
+    value_steps: int = 0
 
 
 class State(NamedTuple):
@@ -71,6 +73,10 @@ def _places(layout: Layout) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int
         }
         for name, shape in fmt.rotation_field_shapes(layout.rotation_heads, head_dim).items():
             arrays[name] = (fmt.ROTATION_FIELDS[name], shape)
+        for name, steps in zip(FEEDBACKS, (layout.key_steps, layout.value_steps)):
+            if steps:
+                arrays[name] = ("int8", (layout.rotation_heads, head_dim, head_dim))
+                arrays[f"{name}_shift"] = ("int32", (layout.rotation_heads,))
         for name, shape in fmt.window_array_shapes(1 + batch * slots, heads, head_dim).items():
             arrays[name] = (fmt.WINDOW_ARRAYS[name], shape)
         for name, shape in fmt.int2_array_shapes(1 + batch * layout.pages, heads, head_dim).items():
@@ -95,7 +101,11 @@ def open_state(buffer: Tensor, layout: Layout, window: int | None) -> State:
     if not layout.rotation_heads:
         reached = arrays.pop("reached")
         return State(DenseCache(**arrays, window=window), None, reached)
-    rotation = LayerRotation(**{name: arrays.pop(name) for name in fmt.ROTATION_FIELDS})
+    fields: dict[str, Any] = {name: arrays.pop(name) for name in fmt.ROTATION_FIELDS}
+    for name, steps in zip(FEEDBACKS, (layout.key_steps, layout.value_steps)):
+        if steps:
+            fields[name] = Feedback(arrays.pop(name), arrays.pop(f"{name}_shift"), steps)
+    rotation = LayerRotation(**fields)
     return State(LayerCache(**arrays, config=cache_geometry(layout)), rotation, None)
 
 
@@ -110,8 +120,6 @@ def new_state(
     layout: Layout, rotation: LayerRotation | None, window: int | None, device: torch.device
 ) -> tuple[Tensor, State]:
     """An empty buffer uint8 [bytes] in which every sequence owns its pages, and its arrays."""
-    if rotation is not None:
-        require_nearest(rotation, "the static cache")
     buffer = pin(torch.zeros(_places(layout)[1], dtype=torch.uint8, device=device))
     state = open_state(buffer, layout, window)
     if isinstance(state.store, LayerCache):
@@ -119,6 +127,10 @@ def new_state(
             torch.arange(1, table.numel() + 1, dtype=torch.int32, out=table.view(-1))
         for name in fmt.ROTATION_FIELDS:
             getattr(state.rotation, name).copy_(getattr(rotation, name))
+        for name in FEEDBACKS:
+            if (feedback := getattr(rotation, name)) is not None:
+                getattr(state.rotation, name).matrix.copy_(feedback.matrix)
+                getattr(state.rotation, name).shift.copy_(feedback.shift)
     return buffer, state
 
 

@@ -14,8 +14,8 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
 from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
-from ..quantize import require_nearest
-from ..rotations.rotation import LayerRotation, RotationSet, hadamard_rotation
+from ..quantize import Feedback
+from ..rotations.rotation import FEEDBACKS, LayerRotation, RotationSet, hadamard_rotation
 from ..rotations.store import load_rotation_set
 from .options import HADAMARD, ServeOptions
 
@@ -37,15 +37,15 @@ def head_range(heads: int, rank: int, size: int) -> range:
 
 
 def slice_rotation(rotation: LayerRotation, heads: range) -> LayerRotation:
-    """The rotation of these key/value heads; one that all heads share stays whole.
-
-    NotImplementedError for sets made for sequential rounding, which no kernel serves here.
-    """
-    require_nearest(rotation, "oscar-kv in vLLM")
+    """The rotation of these key/value heads; one that all heads share stays whole."""
     if rotation.key_transform.shape[0] == 1:
         return rotation
     part = slice(heads.start, heads.stop)
-    return LayerRotation(**{name: getattr(rotation, name)[part] for name in fmt.ROTATION_FIELDS})
+    fields: dict[str, Any] = {name: getattr(rotation, name)[part] for name in fmt.ROTATION_FIELDS}
+    for name in FEEDBACKS:
+        if (whole := getattr(rotation, name)) is not None:
+            fields[name] = Feedback(whole.matrix[part].contiguous(), whole.shift[part], whole.steps)
+    return LayerRotation(**fields)
 
 
 def read_rotations(

@@ -6,10 +6,12 @@ machine code; CUDA graphs are for the GPU tests.
 """
 
 import copy
+import dataclasses
 import itertools
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,6 +22,7 @@ from oscar_torch.core.errors import CacheFullError, ShapeError  # noqa: E402
 from oscar_torch.core.page_pool import QuantizedTokensError  # noqa: E402
 from oscar_torch.hf import OscarCache, static_state  # noqa: E402
 from oscar_torch.hf.static_layer import Ledger, StaticLayer  # noqa: E402
+from oscar_torch.quantize import Feedback  # noqa: E402
 from parity_tests.hf.tiny import (  # noqa: E402
     GEOMETRY,
     assert_same,
@@ -71,6 +74,38 @@ def test_static_equals_growing(family, how):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
     assert_equal_caches(growing, static)
     assert int(static.get_seq_length()) == growing.get_seq_length() == 461
+
+
+def fed_rotations(config, steps):
+    """Hadamard per head with feedback of full size for keys and values, so that rounding is sequential."""
+    rotation_set = make_rotations(config, rounding="sequential", rounding_steps=steps)
+    generator = np.random.default_rng(0)
+    for layer, plain in rotation_set.layers.items():
+        heads, head_dim = plain.key_transform.shape[:2]
+        block = np.arange(head_dim) // (head_dim // steps)
+        entries = generator.integers(-127, 128, (2, heads, head_dim, head_dim))
+        entries = torch.from_numpy((entries * (block[:, None] < block[None])).astype(np.int8))
+        shift = torch.full((heads,), 7, dtype=torch.int32)
+        key, value = (Feedback(matrix, shift, steps) for matrix in entries)
+        rotation_set.layers[layer] = dataclasses.replace(plain, key_feedback=key, value_feedback=value)
+    return rotation_set
+
+
+def test_static_rounds_sequentially():
+    """A set with feedback: the bytes of the growing mode, and others than without."""
+    model = make_model("llama", head_dim=32)
+    (ids,) = prompts(450)
+    rotation_set = fed_rotations(model.config, 2)
+    growing = OscarCache(rotation_set, model.config)
+    static = OscarCache(rotation_set, model.config, max_length=464)
+    expected = generate(model, ids, growing, 12)
+    found = generate(model, ids, static, 12)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_equal_caches(growing, static)
+    plain = OscarCache(make_rotations(model.config), model.config)
+    generate(model, ids, plain, 12)
+    assert not torch.equal(plain.layers[0].store.key_codes, growing.layers[0].store.key_codes)
+    assert_equal_caches(static, copy.deepcopy(static))
 
 
 def test_sampling_equals_growing():
@@ -268,11 +303,13 @@ def test_the_buffer_holds_every_array_once():
     for layout in (
         static_state.Layout(3, 5, 8, 2, 64, 64, 256, 2),
         static_state.Layout(2, 128, 8, 2, 64, 64, 256, 0),
+        static_state.Layout(3, 5, 8, 2, 64, 64, 256, 2, 4, 4),
     ):
         places, size = static_state._places(layout)
         buffer = torch.zeros(size, dtype=torch.uint8)
         state = static_state.open_state(buffer, layout, None)
         fields = [*vars(state.store).values(), *(vars(state.rotation).values() if state.rotation else ())]
+        fields += [part for field in fields if isinstance(field, Feedback) for part in vars(field).values()]
         arrays: list[Any] = [a for a in (*fields, state.reached) if isinstance(a, torch.Tensor)]
         assert len(arrays) == len(places)
         spans = sorted((a.data_ptr() - buffer.data_ptr(), a.nbytes) for a in arrays)

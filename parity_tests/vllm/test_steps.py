@@ -1,9 +1,11 @@
 """Steps of an engine against the same rows in a cache of their own: same bytes, same attention."""
 
+import dataclasses
 import functools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,8 +15,10 @@ from oscar_torch.core import cache_format as fmt  # noqa: E402
 from oscar_torch.core.config import CacheConfig  # noqa: E402
 from oscar_torch.core.errors import CacheFullError, ConfigError, ShapeError  # noqa: E402
 from oscar_torch.layer_cache import LayerCache, recent_slot  # noqa: E402
+from oscar_torch.quantize import Feedback, quantize_page_pair  # noqa: E402
 from oscar_torch.rotations.rotation import hadamard_rotation  # noqa: E402
 from oscar_torch.vllm import layer as layer_file  # noqa: E402
+from oscar_torch.vllm.identity import slice_rotation  # noqa: E402
 from oscar_torch.vllm.layer import LayerMemory, attend_step  # noqa: E402
 from oscar_torch.vllm.pages import allocate_windows, block_bytes, check_arena, token_bytes, view_pages  # noqa: E402
 from oscar_torch.vllm.slots import SlotTable  # noqa: E402
@@ -292,3 +296,19 @@ def test_rows_are_appended_to_the_same_bytes_as_by_the_cache() -> None:
     _, key, value = (x[None, :650] for x in rows_of("a", 0))
     append_rows(alone, ROTATION, key, value, torch.tensor([650], dtype=torch.int32))
     assert_same_bytes(served, batch, 0, 0, alone)
+
+
+def test_a_rank_rounds_its_heads_sequentially_as_the_whole_does() -> None:
+    """The feedback of a set goes with its heads."""
+    generator = np.random.default_rng(0)
+    block = np.arange(64) // 16
+    entries = generator.integers(-127, 128, (4, 64, 64)) * (block[:, None] < block[None])
+    shift = torch.arange(4, 8, dtype=torch.int32)
+    feedback = Feedback(torch.from_numpy(entries.astype(np.int8)), shift, 4)
+    rotation = dataclasses.replace(hadamard_rotation(4, 64), key_feedback=feedback)
+    pages = torch.from_numpy(generator.standard_normal((2, 64, 4, 64))).bfloat16()
+    whole = quantize_page_pair(pages, pages, rotation)
+    own = pages[:, :, 2:]
+    part = quantize_page_pair(own, own, slice_rotation(rotation, range(2, 4)))
+    for name, array in whole.items():
+        assert torch.equal(array[:, 2:].view(torch.int16), part[name].view(torch.int16)), name
