@@ -25,9 +25,10 @@ from .core import cache_format as fmt
 from .core.errors import CacheFullError, ConfigError
 from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .layer_cache import DenseCache, LayerCache
-from .models.cached_attention import CachedAttention, int2_layers
+from .models.cached_attention import AnyCache, CachedAttention, int2_layers
 from .models.config import ModelConfig
 from .models.decoder import Decoder
+from .models.linear_attention import RecurrentState
 from .rotations.rotation import LayerRotation, RotationSet
 from .sharding.places import place_of
 
@@ -92,7 +93,7 @@ class Generation:
     tokens: list[list[int]]
     finish: list[str]  # "eos" | "length" | "stop"
     statistics: GenerationStatistics
-    caches: list[LayerCache | DenseCache]  # consumed by the call that goes on from them
+    caches: list[AnyCache]  # consumed by the call that goes on from them
     seed: int  # the same call with this seed draws the same tokens
     texts: list[str] | None = None  # with a tokenizer: the new text, up to a stop string
     logprobs: list[list[float]] | None = None  # of `tokens`, in nats, if asked for
@@ -200,7 +201,7 @@ class Generator:
         max_new_tokens: int,
         on_token: Callable[[int, int], None] | None = None,
         *,
-        caches: Generation | Sequence[LayerCache | DenseCache] | None = None,
+        caches: Generation | Sequence[AnyCache] | None = None,
         capacity: int = 0,
         seed: int | None = None,
         stop: Sequence[str] = (),
@@ -234,7 +235,7 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        caches: Generation | Sequence[LayerCache | DenseCache] | None = None,
+        caches: Generation | Sequence[AnyCache] | None = None,
         capacity: int = 0,
         seed: int | None = None,
         stop: Sequence[str] = (),
@@ -274,8 +275,8 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        caches: Generation | Sequence[LayerCache | DenseCache],
-    ) -> tuple[list[list[int]], list[LayerCache | DenseCache]]:
+        caches: Generation | Sequence[AnyCache],
+    ) -> tuple[list[list[int]], list[AnyCache]]:
         """The tokens to be stored next, and the caches, found to have room for them and for the new ones."""
         stored = list(caches.caches if isinstance(caches, Generation) else caches)
         paged = int2_layers(self.config, window_policy=self.window_policy) if self.cache == "int2" else ()
@@ -297,7 +298,7 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        caches: list[LayerCache | DenseCache],
+        caches: list[AnyCache],
         seed: int,
         stop: tuple[str, ...],
         logprobs: bool,
@@ -464,7 +465,9 @@ class Generator:
         tokens = self._place.by_sequence(tokens)
         positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
         model = nnx.merge(self._graph, parameters)
-        return model.hidden_states(tokens, caches, positions=positions, attention=attention)
+        # A model of one's own need not know about rows that are padding, unless it keeps a state of them.
+        padding = {"new_lengths": new_lengths} if self.config.linear_layers else {}
+        return model.hidden_states(tokens, caches, positions=positions, attention=attention, **padding)
 
     def _choose(
         self, logprobs: bool, parameters: Any, rows: jax.Array, key: jax.Array, index: jax.Array
@@ -589,7 +592,10 @@ def _check_seed(seed: int) -> None:
 
 
 def _check_geometry(
-    caches: Sequence[LayerCache | DenseCache], config: ModelConfig, paged: Sequence[int], batch: int
+    caches: Sequence[AnyCache],
+    config: ModelConfig,
+    paged: Sequence[int],
+    batch: int,
 ) -> None:
     """Raises ConfigError unless the caches are those of this model and cache kind, for a batch, and alive."""
     if len(caches) != config.num_layers:
@@ -601,28 +607,37 @@ def _check_geometry(
     geometry = config.cache_config()
     rows = (config.num_key_value_heads, config.head_dim)
     for layer, (cache, window) in enumerate(zip(caches, config.layer_windows)):
-        if layer in paged:
+        if config.linear is not None and layer in config.linear_layers:
+            wanted = f"the recurrent state of {config.linear}"
+            fits = isinstance(cache, RecurrentState) and cache.fits(config.linear)
+        elif layer in paged:
             wanted = f"INT2 pages of {geometry}"
             fits = isinstance(cache, LayerCache) and cache.config == geometry
         else:
             wanted = f"BF16 rows of {rows[0]} heads x {rows[1]}, window {window}"
             fits = isinstance(cache, DenseCache) and (cache.window, cache.key.shape[2:]) == (window, rows)
-        found = (
-            f"INT2 pages of {cache.config}"
-            if isinstance(cache, LayerCache)
-            else f"BF16 rows of {cache.key.shape[2]} heads x {cache.key.shape[3]}, window {cache.window}"
-        )
         if not fits:
+            found = _described(cache)
             raise ConfigError(f"the cache of layer {layer} has {found}, this generator's has {wanted}")
         if cache.batch != batch:
             raise ConfigError(f"{batch} prompts for caches of {cache.batch} sequences")
 
 
-def _check_room(caches: Sequence[LayerCache | DenseCache], lengths: np.ndarray) -> None:
+def _described(cache: AnyCache) -> str:
+    if isinstance(cache, LayerCache):
+        return f"INT2 pages of {cache.config}"
+    if isinstance(cache, RecurrentState):
+        return f"a recurrent state {cache.memory.shape[1:]}"
+    return f"BF16 rows of {cache.key.shape[2]} heads x {cache.key.shape[3]}, window {cache.window}"
+
+
+def _check_room(caches: Sequence[AnyCache], lengths: np.ndarray) -> None:
     """Raises CacheFullError unless every layer can hold sequences of these lengths [B]."""
     for cache in caches:
         if isinstance(cache, LayerCache):
             room = cache.capacity
+        elif isinstance(cache, RecurrentState):
+            continue  # of fixed size
         elif cache.window is not None and cache.key.shape[1] >= cache.window:
             continue  # a whole ring goes round for ever
         else:

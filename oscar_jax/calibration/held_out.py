@@ -52,7 +52,7 @@ def observe_sequence(
         _, rows, captured = runner.step(runner.state, part, start, rows, {}, index, capture=tuple(layers))
         for layer, query in zip(layers, captured):
             queries[layer].append(query[: len(here)])
-        jax.block_until_ready(rows[0].key)
+        jax.block_until_ready(rows)
         on_chunk(count)
     positions = jnp.asarray(probes)
     return {

@@ -15,8 +15,8 @@ from flax import nnx
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
 from ..core.files import replacing_file
-from ..evaluation.blockwise import StoredRows, allocate_rows, coded_share, finish
-from ..evaluation.stepper import attend_and_store
+from ..evaluation.blockwise import coded_share, finish
+from ..evaluation.stepper import ModelRows, allocate_model_rows, attend_and_store, padding_of
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..quantize import round_to_bfloat16
@@ -31,7 +31,7 @@ STATE_FILE = "calibration_state.npz"
 
 def make_statistics_step(
     model: Decoder, config: ModelConfig, layers: Sequence[int]
-) -> Callable[..., tuple[list[StoredRows], dict[int, covariance.StatisticsState]]]:
+) -> Callable[..., tuple[ModelRows, dict[int, covariance.StatisticsState]]]:
     """A compiled step(state, tokens int32 [B, T], start, count, rows, statistics) -> (rows, statistics).
 
     The first `count` tokens are real. The old rows are consumed. With `statistics` None only rows are added.
@@ -56,7 +56,7 @@ def make_statistics_step(
 
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         _, rows = nnx.merge(graph, state).hidden_states(
-            tokens, rows, positions=positions, attention=attention
+            tokens, rows, positions=positions, attention=attention, **padding_of(config, tokens, count)
         )
         return rows, None if statistics is None else updated
 
@@ -108,7 +108,7 @@ def gather_statistics(
     if state_path is not None and state_path.exists():
         statistics, done = load_state(state_path, statistics, run_digest)
     resumed = plan[done][0] if done < len(plan) else len(groups)
-    rows: list[StoredRows] = []
+    rows: ModelRows = []
     running: tuple[Any, int] | None = None  # something that is ready when the last step is, and its tokens
     for index, (number, start) in enumerate(plan):
         group = groups[number]
@@ -117,10 +117,7 @@ def gather_statistics(
             on_chunk(count * len(group))
             continue
         if start == 0:
-            geometry, capacity = config.cache_config(), -(-length // width) * width
-            rows = [
-                allocate_rows(geometry, len(group), capacity, restored=False) for _ in config.layer_windows
-            ]
+            rows = allocate_model_rows(config, len(group), -(-length // width) * width)
         tokens = np.zeros((len(group), width), np.int32)
         tokens[:, :count] = group[:, start : start + count]
         if index < done:  # the interrupted group: rebuild its rows, count nothing twice

@@ -20,8 +20,8 @@ def fingerprint_weights(geometry: Geometry, num_layers: int, tensors: Mapping[st
     """32 hex digits for heads, head_dim, layers and three tensors, each rounded to bfloat16, little endian.
 
     `tensors`: "embedding", the first EMBEDDING_ROWS rows of the input embedding [rows, hidden]; "first_key"
-    and "last_key", the key projections [K·D, hidden] of the first and last layer, in Hugging Face's order of
-    rows. Raises ConfigError for other names.
+    and "last_key", the key projections [K·D, hidden] of the first and last layer that has one, in Hugging
+    Face's order of rows. Raises ConfigError for other names.
     """
     if sorted(tensors) != sorted(FINGERPRINT_TENSORS):
         raise ConfigError(f"tensors {sorted(tensors)}, allowed: {', '.join(FINGERPRINT_TENSORS)}")

@@ -93,7 +93,7 @@ def _recipe(arrays: dict[str, np.ndarray], *, companions: bool) -> fidelity.Asym
 
 
 def _geometry(config: ModelConfig) -> ModelGeometry:
-    windows = dict(enumerate(config.layer_windows))
+    windows = {layer: config.layer_windows[layer] for layer in config.attention_layers}
     return ModelGeometry(
         model_id=config.model_id,
         architecture=config.family,

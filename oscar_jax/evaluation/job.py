@@ -258,7 +258,9 @@ def evaluate_stream(
     the device's memory does not hold the rows of all of them, some walk after the others.
     """
     config = runner.config
-    per_token = config.num_key_value_heads * config.head_dim * (4 * config.num_layers + 8 * len(layers))
+    per_token = (
+        config.num_key_value_heads * config.head_dim * (4 * len(config.attention_layers) + 8 * len(layers))
+    )
     groups = split_methods(methods, per_token * len(tokens))
     parts = []
     for number, group in enumerate(groups):

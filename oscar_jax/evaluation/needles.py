@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ConfigError
+from ..models.linear_attention import RecurrentState
 from ..quantize import round_to_bfloat16
 from .blockwise import Partial, attend_own, attend_rows, finish
 from .stepper import Method, Runner, recipes_of
@@ -87,15 +88,23 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
     @functools.partial(jax.jit, static_argnames=("answer",))
     def ask(state, rows, stored, questions, lengths, answer: int):
         count, longest = questions.shape
-        methods = rows[0].key.shape[0]
+        methods = rows[config.attention_layers[0]].key.shape[0]
         sequences = methods * count
         shape = (sequences, longest + answer, config.num_key_value_heads, config.head_dim)
-        tails = [(jnp.zeros(shape, jnp.bfloat16),) * 2 for _ in rows]
+        tails = [
+            jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), layer)
+            if isinstance(layer, RecurrentState)
+            else (jnp.zeros(shape, jnp.bfloat16),) * 2
+            for layer in rows
+        ]
         decoder = runner.merge(state)
         slots = jnp.arange(shape[1])
 
-        def advance(tokens, places, tails):
-            """Tokens [Q*M, T] at `places` int32 [Q, T] after the context -> next tokens' logits, tails."""
+        def advance(tokens, places, tails, counts):
+            """Tokens [Q*M, T] at `places` int32 [Q, T] after the context -> next tokens' logits, tails.
+
+            `counts` int32 [Q] (or one for all) of the T are real.
+            """
             steps = places.shape[1]
             tiled = jnp.tile(places, (methods, 1))  # [Q*M, T]
             at = jnp.arange(sequences)[:, None]
@@ -125,19 +134,23 @@ def make_asker(runner: Runner) -> Callable[..., jax.Array]:
                 )
                 return finish([_per_question(before, count), own], **sinks), state
 
-            return decoder.hidden_states(tokens, tails, positions=stored + tiled, attention=attention)
+            counts = jnp.tile(jnp.broadcast_to(counts, count), methods)
+            padding = {"new_lengths": counts} if config.linear_layers else {}
+            return decoder.hidden_states(
+                tokens, tails, positions=stored + tiled, attention=attention, **padding
+            )
 
         def choose(hidden):  # [Q*M, H] -> int32 [Q*M]
             return jnp.argmax(decoder.logits(hidden), axis=-1).astype(jnp.int32)
 
         places = jnp.broadcast_to(jnp.arange(longest), (count, longest))
-        hidden, tails = advance(jnp.tile(questions, (methods, 1)), places, tails)
+        hidden, tails = advance(jnp.tile(questions, (methods, 1)), places, tails, lengths)
         last = jnp.tile(lengths, methods) - 1
         first = choose(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
 
         def step(carry, index):
             tokens, tails = carry
-            hidden, tails = advance(tokens[:, None], (lengths + index)[:, None], tails)
+            hidden, tails = advance(tokens[:, None], (lengths + index)[:, None], tails, 1)
             return (choose(hidden[:, 0]), tails), tokens
 
         _, tokens = jax.lax.scan(step, (first, tails), jnp.arange(answer))
@@ -179,8 +192,8 @@ def retrieve(
         part = planted.tokens[start : start + chunk]
         padded = np.zeros((len(methods), chunk), np.int32)
         padded[:, : len(part)] = part
-        _, rows, _ = runner.step(runner.state, padded, start, rows, recipes)
-        jax.block_until_ready(rows[0].key)
+        _, rows, _ = runner.step(runner.state, padded, start, rows, recipes, count=len(part))
+        jax.block_until_ready(rows)
         on_chunk(len(part))
     asked = [encode(needle_question(name)) for name in planted.names]
     lengths = np.asarray([len(question) for question in asked], np.int32)

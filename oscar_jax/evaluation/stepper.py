@@ -19,11 +19,13 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.linear_attention import RecurrentState, allocate_recurrent_state
 from ..quantize import round_to_bfloat16
 from ..rotations.rotation import LayerRotation
 from . import fidelity
 from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
 
+ModelRows = list[StoredRows | RecurrentState]  # one per layer
 Recipe = LayerRotation | fidelity.AsymmetricRecipe | None  # None: exact
 JUDGED_ROWS = 32  # positions whose distributions over the vocabulary are in memory at a time, per method
 
@@ -72,26 +74,43 @@ class Runner:
 
     config: ModelConfig
     state: Any  # the model's arrays
-    step: Callable[..., tuple[jax.Array, list[StoredRows], list[jax.Array]]]
+    step: Callable[..., tuple[jax.Array, ModelRows, list[jax.Array]]]
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     merge: Callable[[Any], Decoder]
 
-    def allocate(self, batch: int, tokens: int, restored: Sequence[int] = ()) -> list[StoredRows]:
-        """Empty rows of every layer, with restored ones beside them in the layers `restored`."""
-        geometry = self.config.cache_config()
-        return [
-            allocate_rows(geometry, batch, tokens, restored=layer in restored)
-            for layer in range(self.config.num_layers)
-        ]
+    def allocate(self, batch: int, tokens: int, restored: Sequence[int] = ()) -> ModelRows:
+        """`allocate_model_rows` of this model."""
+        return allocate_model_rows(self.config, batch, tokens, restored)
+
+
+def allocate_model_rows(
+    config: ModelConfig, batch: int, tokens: int, restored: Sequence[int] = ()
+) -> ModelRows:
+    """Empty rows of every layer, with restored ones beside them in the layers `restored`."""
+    geometry = config.cache_config()
+    return [
+        allocate_recurrent_state(config.linear, batch)
+        if config.linear is not None and layer in config.linear_layers
+        else allocate_rows(geometry, batch, tokens, restored=layer in restored)
+        for layer in range(config.num_layers)
+    ]
+
+
+def padding_of(config: ModelConfig, tokens: jax.Array, count: jax.Array | int | None) -> dict[str, jax.Array]:
+    """What a model with recurrent layers must be told: `count` of the rows [B, T] (None: all) are real."""
+    if not config.linear_layers or count is None:
+        return {}
+    return {"new_lengths": jnp.full(tokens.shape[0], count, jnp.int32)}
 
 
 def make_runner(model: Decoder, config: ModelConfig) -> Runner:
     """Compiled steps of a decoder, see `Runner`.
 
-    step(state, tokens int32 [B, T], start, rows, recipes, probes int32 [P], capture=layers): tokens from
-    position `start` on, a multiple of 64, go through the decoder. recipes: layer -> one Recipe per row of the
-    batch. Returns the last hidden rows [B, T, H], the rows with the tokens added (the old ones are consumed)
-    and, per captured layer, the queries of row 0 at the probed rows, float32 [P, N, D].
+    step(state, tokens int32 [B, T], start, rows, recipes, probes int32 [P], count, capture=layers): tokens
+    from position `start` on, a multiple of 64, of which the first `count` (None: all) are real, go through
+    the decoder. recipes: layer -> one Recipe per row of the batch. Returns the last hidden rows [B, T, H],
+    the rows with the tokens added (the old ones are consumed) and, per captured layer, the queries of row 0
+    at the probed rows, float32 [P, N, D].
 
     judge(state, hidden [M, T, H], index int32 [R], targets int32 [R]): see `compare_distributions`; R is a
     multiple of JUDGED_ROWS.
@@ -99,7 +118,7 @@ def make_runner(model: Decoder, config: ModelConfig) -> Runner:
     graph, state = nnx.split(model)
 
     @functools.partial(jax.jit, static_argnames=("capture",), donate_argnums=(3,))
-    def step(state, tokens, start, rows, recipes, probes=None, capture: tuple[int, ...] = ()):
+    def step(state, tokens, start, rows, recipes, probes=None, count=None, capture: tuple[int, ...] = ()):
         queries: list[jax.Array] = []
         positions = start + jnp.arange(tokens.shape[1])
 
@@ -110,7 +129,11 @@ def make_runner(model: Decoder, config: ModelConfig) -> Runner:
             return finish([part], **sinks), state
 
         hidden, rows = nnx.merge(graph, state).hidden_states(
-            tokens, rows, positions=jnp.broadcast_to(positions, tokens.shape), attention=attention
+            tokens,
+            rows,
+            positions=jnp.broadcast_to(positions, tokens.shape),
+            attention=attention,
+            **padding_of(config, tokens, count),
         )
         return hidden, rows, queries
 
@@ -232,12 +255,13 @@ def method_bytes(method: Method, tokens: int, config: ModelConfig, layers: Seque
     """Bytes of a cache of `tokens` tokens: of the quantized `layers`, of all layers, and of all in BF16.
 
     INT2: whole pages, as `cache.live_bytes` counts them. Simulated recipes: history at `method.bits` per
-    element. BF16 layers with a window hold that many tokens.
+    element. BF16 layers with a window hold that many tokens; linear layers have no cache.
     """
     geometry = config.cache_config()
     totals = {"quantized_layers": 0, "all_layers": 0, "all_layers_bf16": 0}
     row = 4 * geometry.num_key_value_heads * geometry.head_dim  # bytes of a BF16 key and value
-    for layer, window in enumerate(config.layer_windows):
+    for layer in config.attention_layers:
+        window = config.layer_windows[layer]
         dense = row * min(tokens, tokens if window is None or layer in layers else window)
         live = dense
         if layer in method.rotations:

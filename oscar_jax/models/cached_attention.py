@@ -12,7 +12,9 @@ from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
 from .config import ModelConfig
+from .linear_attention import RecurrentState, allocate_recurrent_state
 
+AnyCache = LayerCache | DenseCache | RecurrentState  # of one layer
 CACHE_KINDS = ("int2", "bf16")
 
 
@@ -65,8 +67,9 @@ class CachedAttention:
 def int2_layers(
     config: ModelConfig, *, window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY
 ) -> tuple[int, ...]:
-    """Layers whose cache is INT2; the others have a short window and keep a BF16 ring."""
-    return window_policy.int2_layers(config.layer_windows)
+    """Layers whose cache is INT2; others keep a BF16 ring of a short window, or no keys at all."""
+    paged = window_policy.int2_layers(config.layer_windows)
+    return tuple(layer for layer in paged if layer not in config.linear_layers)
 
 
 def allocate_model_cache(
@@ -78,26 +81,36 @@ def allocate_model_cache(
     window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
     dtype: Any = jnp.bfloat16,
     **windows: int,
-) -> list[LayerCache | DenseCache]:
+) -> list[AnyCache]:
     """Empty caches, one per layer, for `batch` sequences of up to `max_length` tokens.
 
     kind "int2": INT2 pages, except for layers that keep a BF16 ring by `window_policy`. kind "bf16": dense,
-    rings where there is a window; `dtype` other than bfloat16 is for comparisons. `windows` are
-    `sink_tokens`, `recent_tokens`. Raises ConfigError.
+    rings where there is a window; `dtype` other than bfloat16 is for comparisons. Either way linear layers
+    have a RecurrentState. `windows` are `sink_tokens`, `recent_tokens`. Raises ConfigError.
     """
     if kind not in CACHE_KINDS:
         raise ConfigError(f"cache kind {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
     geometry = config.cache_config(**windows)
     paged = int2_layers(config, window_policy=window_policy) if kind == "int2" else ()
-    return [
-        allocate_layer_cache(geometry, batch, max_length)
-        if layer in paged
-        else allocate_dense_cache(geometry, batch, max_length, window=window, dtype=dtype)
-        for layer, window in enumerate(config.layer_windows)
+
+    def allocate(layer: int, window: int | None) -> AnyCache:
+        if config.linear is not None and layer in config.linear_layers:
+            return allocate_recurrent_state(config.linear, batch)
+        if layer in paged:
+            return allocate_layer_cache(geometry, batch, max_length)
+        return allocate_dense_cache(geometry, batch, max_length, window=window, dtype=dtype)
+
+    return [allocate(layer, window) for layer, window in enumerate(config.layer_windows)]
+
+
+def model_live_bytes(caches: Sequence[AnyCache], config: ModelConfig) -> dict[str, int]:
+    """`cache.live_bytes` summed over layers: stored bytes, bytes of a BF16 cache (with rings), pages.
+
+    Recurrent states, whose size no cache kind and no length changes, are not counted.
+    """
+    per_layer = [
+        live_bytes(cache, window)
+        for cache, window in zip(caches, config.layer_windows)
+        if not isinstance(cache, RecurrentState)
     ]
-
-
-def model_live_bytes(caches: Sequence[LayerCache | DenseCache], config: ModelConfig) -> dict[str, int]:
-    """`cache.live_bytes` summed over layers: stored bytes, bytes of a BF16 cache (with rings), pages."""
-    per_layer = [live_bytes(cache, window) for cache, window in zip(caches, config.layer_windows)]
     return {name: sum(layer[name] for layer in per_layer) for name in per_layer[0]}

@@ -9,6 +9,7 @@ import dataclasses
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
 from .experts import ExpertsConfig
+from .linear_attention import LinearAttentionConfig
 from .rope import RopeConfig
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -49,7 +50,10 @@ class ModelConfig:
     norms: tuple[str, ...] = ("input_layernorm", "pre_feedforward_layernorm")  # of NORMS
     norm_plus_one: bool = False  # Hugging Face stores w of (1 + w); the loaders add the one
     attention_softcap: float | None = None  # c: scaled scores x become c * tanh(x / c)
+    attention_gate: bool = False  # the query's projection also gives gates of the attention's output
     attention_sinks: bool = False  # a logit per query head that takes part in the softmax and has no value
+    linear: LinearAttentionConfig | None = None
+    linear_layers: tuple[int, ...] = ()  # layers with linear attention, which have no keys and values
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers without experts
     activation: str = "silu"
@@ -83,7 +87,19 @@ class ModelConfig:
             )
         if len(self.layer_windows) != self.num_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
+        linear, layers = set(self.linear_layers), set(range(self.num_layers))
+        if not linear <= layers or linear == layers:
+            raise ConfigError(
+                f"linear_layers = {sorted(linear)}, allowed: some of {self.num_layers} layers, not all"
+            )
+        if linear and self.linear is None:
+            raise ConfigError(f"linear_layers = {sorted(linear)} without their geometry (linear = None)")
         self.cache_config()  # checks heads and head_dim
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values, ascending: all but the linear ones."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.linear_layers)
 
     def for_shards(self, shards: int) -> "ModelConfig":
         """The same model spread over `shards` devices: each has whole heads, columns and experts of its own.
@@ -92,6 +108,10 @@ class ModelConfig:
         Raises ConfigError, naming the width, if something does not divide.
         """
         heads, experts = self.num_key_value_heads, self.experts
+        if shards > 1 and self.linear_layers:
+            raise ConfigError(
+                f"{self.model_id!r} does not spread over {shards} devices: it has linear layers, allowed: 1"
+            )
         copies = 1 if heads % shards == 0 else shards // heads
         widths = {"num_query_heads": self.num_query_heads, "num_key_value_heads": heads * copies}
         if experts is None or self.dense_layers:

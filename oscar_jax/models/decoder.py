@@ -22,6 +22,7 @@ from ..attention import cap_scores
 from ..core.errors import ShapeError
 from .config import ModelConfig
 from .experts import SparseMLP
+from .linear_attention import GatedDeltaNet
 from .rope import apply_rope
 
 MakeLinear = functools.partial[nnx.Linear]  # (width in, width out, use_bias=False)
@@ -171,6 +172,8 @@ class Attend(nnx.Module):
         heads, kv_heads, width = config.num_query_heads, config.num_key_value_heads, config.head_dim
         # One product: at small batches a narrow one takes as long as a wide one. The loader joins the parts.
         self.widths = heads * width, kv_heads * width, kv_heads * width
+        if config.attention_gate:
+            self.widths = (*self.widths, heads * width)
         self.qkv_proj = make_linear(config.hidden_size, sum(self.widths), use_bias=config.qkv_bias)
         self.o_proj = make_linear(heads * width, config.hidden_size, use_bias=config.output_bias)
         if config.attention_sinks:
@@ -185,7 +188,7 @@ class Attend(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """x [B, T, H] -> [B, T, H] and the layer's new state."""
         batch, length, _ = x.shape
-        query, key, value = split_columns(self.qkv_proj(x), self.widths, self.config.shards)
+        query, key, value, *gates = split_columns(self.qkv_proj(x), self.widths, self.config.shards)
         if self.config.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
@@ -198,7 +201,10 @@ class Attend(nnx.Module):
             query, key = apply_rope(query, positions, rope), apply_rope(key, positions, rope)
         sinks = {"sink_logits": self.sinks[...]} if self.config.attention_sinks else {}
         out, state = attention(self.layer, query, key, value, state, **sinks)
-        return self.o_proj(out.astype(x.dtype).reshape(batch, length, -1)), state
+        out = out.astype(x.dtype).reshape(batch, length, -1)
+        for gate in gates:
+            out = out * jax.nn.sigmoid(gate)
+        return self.o_proj(out), state
 
 
 def activation_of(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
@@ -244,14 +250,28 @@ class Layer(nnx.Module):
         self.norms, self.residual_scale = config.norms, config.residual_scale
         for name in config.norms:
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
-        self.self_attn = Attend(config, layer, make_linear)
+        if config.linear is not None and layer in config.linear_layers:
+            self.linear_attn = GatedDeltaNet(
+                config.hidden_size, config.linear, config.rms_norm_eps, make_linear
+            )
+        else:
+            self.self_attn = Attend(config, layer, make_linear)
         self.mlp = make_mlp(config, layer, make_linear)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, attention: Attention, state: Any
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        state: Any,
+        new_lengths: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         """x [B, T, H] -> [B, T, H] and the layer's new state."""
-        attended, state = self.self_attn(self._norm("input_layernorm", x), positions, attention, state)
+        rows = self._norm("input_layernorm", x)
+        if hasattr(self, "linear_attn"):
+            attended, state = self.linear_attn(rows, state, new_lengths)
+        else:
+            attended, state = self.self_attn(rows, positions, attention, state)
         x = self._add(x, self._norm("post_attention_layernorm", attended))
         out = self.mlp(self._norm("pre_feedforward_layernorm", x))
         return self._add(x, self._norm("post_feedforward_layernorm", out)), state
@@ -297,9 +317,12 @@ class Decoder(nnx.Module):
         *,
         positions: jax.Array | None = None,
         attention: Attention | None = None,
+        new_lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any]]:
         """Logits float32 [B, T, V] of tokens int32 [B, T], and the new states; see `hidden_states`."""
-        hidden, states = self.hidden_states(tokens, states, positions=positions, attention=attention)
+        hidden, states = self.hidden_states(
+            tokens, states, positions=positions, attention=attention, new_lengths=new_lengths
+        )
         return self.logits(hidden), states
 
     def hidden_states(
@@ -309,11 +332,14 @@ class Decoder(nnx.Module):
         *,
         positions: jax.Array | None = None,
         attention: Attention | None = None,
+        new_lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any]]:
         """Rows after the last norm, [B, T, H] in the compute dtype, and the layers' new states.
 
         `positions` int32 [B, T] are absolute token positions, by default 0 .. T-1; `attention` is by default
-        `CausalAttention`; `states` holds one state per layer for it. Raises ShapeError for a wrong count.
+        `CausalAttention`; `states` holds one state per layer for it, and a `RecurrentState` for each linear
+        layer, in which rows at or past `new_lengths` int32 [B] (None: none) leave no trace. Raises ShapeError
+        for a wrong count.
         """
         if states is not None and len(states) != self.config.num_layers:
             raise ShapeError(f"{len(states)} layer states for a model of {self.config.num_layers} layers")
@@ -326,7 +352,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(np.float32(self.config.embedding_scale), x.dtype)
         new_states = []
         for index, layer in enumerate(self.layers):
-            x, state = layer(x, positions, attention, None if states is None else states[index])
+            x, state = layer(x, positions, attention, None if states is None else states[index], new_lengths)
             new_states.append(state)
         return self.norm(x), new_states
 

@@ -133,6 +133,8 @@ class Family:
     read_hf: Callable[[Settings, Fields], Fields] = _nothing
     read_gguf: Callable[[Settings, Fields], Fields] = _nothing
     rope_interleaved: bool = False  # neighbouring channels turn together, in the checkpoint's order too
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")  # that its layers may have
+    rope_without_effect: tuple[str, ...] = ()  # keys of the rope's object that change nothing for text
     rope_type_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"pre_feedforward_layernorm": "post_attention_layernorm"}

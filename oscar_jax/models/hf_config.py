@@ -16,7 +16,6 @@ from .quantized import check_quantization
 from .rope import RopeConfig, rope_of_parameters
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys that change nothing the decoder computes: names, training, tasks, loading, how it is run.
 _HARMLESS = frozenset(
@@ -57,6 +56,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "max_window_layers": (),
     "num_nextn_predict_layers": (None, 0),
+    "mlp_only_layers": (None, []),
     "bad_words_ids": (None,),
     "begin_suppress_tokens": (None,),
     "forced_bos_token_id": (None,),
@@ -68,7 +68,7 @@ _AROUND_TEXT = frozenset(
     """
     text_config vision_config audio_config mm_tokens_per_image boi_token_index eoi_token_index
     image_token_index image_token_id boi_token_id eoi_token_id eos_token_id bos_token_id vocab_size
-    hidden_size tie_word_embeddings
+    hidden_size tie_word_embeddings video_token_id vision_start_token_id vision_end_token_id
     """.split()
 )
 # generation_config.json: how tokens are drawn is the caller's choice, but not what forces or forbids some.
@@ -172,8 +172,8 @@ def _read_common(settings: Settings, family: Family) -> Fields:
     head_dim = settings.integer("head_dim", max(1, hidden // heads))
     kinds = settings.get("layer_types")
     if kinds is not None:
-        if unknown := sorted(set(kinds) - set(_LAYER_TYPES)):
-            raise ConfigError(f"layer_types {unknown}, allowed: {', '.join(_LAYER_TYPES)}")
+        if unknown := sorted(set(kinds) - set(family.layer_types)):
+            raise ConfigError(f"layer_types {unknown}, allowed: {', '.join(family.layer_types)}")
         if len(kinds) != layers:
             raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers = {layers}")
     fields: Fields = {
@@ -202,6 +202,7 @@ def read_rope(settings: Settings, fields: Fields, family: Family) -> RopeConfig:
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"rope parameters are {parameters!r}, expected an object")
+    parameters = {key: value for key, value in parameters.items() if key not in family.rope_without_effect}
     settings.get("rope_parameters")  # read, even where rope_scaling wins
     kind = str(parameters.get("rope_type", parameters.get("type")))
     if kind in family.rope_type_aliases:

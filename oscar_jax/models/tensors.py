@@ -9,28 +9,35 @@ import numpy as np
 from ..core.errors import CheckpointError
 from .family import LazyTensor, TensorSource
 
+Rows = int | np.ndarray  # the next so many rows, or the indices of some
 
-def split(source: TensorSource, parts: Mapping[str, Sequence[tuple[str, int]]]) -> TensorSource:
+
+def _count(rows: Rows) -> int:
+    return rows if isinstance(rows, int) else len(rows)
+
+
+def split(source: TensorSource, parts: Mapping[str, Sequence[tuple[str, Rows]]]) -> TensorSource:
     """A source whose fused projections are separate: `parts` names, by the end of a stem, the rows of each.
 
-    {"self_attn.qkv_proj": (("self_attn.q_proj", 64), ...)}; weights and biases alike. Raises CheckpointError
-    for a fused tensor with another number of rows.
+    {"self_attn.qkv_proj": (("self_attn.q_proj", 64), ...)}; weights and biases alike. A number means the next
+    rows, an array their indices. Raises CheckpointError for a fused tensor with another number of rows.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    places: dict[str, tuple[str, slice]] = {}
+    places: dict[str, tuple[str, slice | np.ndarray]] = {}
     for name, shape in source.shapes.items():
         stem, _, suffix = name.rpartition(".")
         fused = next((end for end in parts if stem.endswith(f".{end}")), None)
         if fused is None:
             shapes[name] = shape
             continue
-        total = sum(count for _, count in parts[fused])
+        total = sum(_count(rows) for _, rows in parts[fused])
         if shape[0] != total:
             raise CheckpointError(f"{name} has {shape[0]} rows, expected {total}")
         start = 0
-        for end, count in parts[fused]:
-            new = f"{stem.removesuffix(fused)}{end}.{suffix}"
-            shapes[new], places[new] = (count, *shape[1:]), (name, slice(start, start + count))
+        for end, rows in parts[fused]:
+            new, count = f"{stem.removesuffix(fused)}{end}.{suffix}", _count(rows)
+            part = slice(start, start + count) if isinstance(rows, int) else rows
+            shapes[new], places[new] = (count, *shape[1:]), (name, part)
             start += count
 
     def load(name: str) -> np.ndarray | LazyTensor:
@@ -42,7 +49,12 @@ def split(source: TensorSource, parts: Mapping[str, Sequence[tuple[str, int]]]) 
             return tensor[part]
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            rows = slice(part.start + index[0].start, part.start + index[0].stop)
+            first, last = index[0].start, index[0].stop
+            rows = (
+                part[index[0]]
+                if isinstance(part, np.ndarray)
+                else slice(part.start + first, part.start + last)
+            )
             return tensor[rows, *index[1:]]
 
         return LazyTensor(shapes[name], read)

@@ -59,8 +59,10 @@ _GGUF_LAYER = {
 }
 _GGUF_ROPE_DIVISORS = "rope_freqs.weight"  # arithmetic of the rope, kept in ModelConfig
 _LOADERS = 8  # tensors read at the same time
-# Buffers and towers of Hugging Face files that a text decoder does not use.
-_HF_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Buffers, towers and guessers of further tokens in Hugging Face files, which a text decoder does not use.
+_HF_IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,9 +392,9 @@ class _Parameter:
                 pieces.append(_Piece(name, start, start + width, shard // split.copies * width))
                 start += width
         shapes = {name: (split.width, *shape[1:]) for name, split in parts.items()}
-        return cls(
-            path_name, leaf.shape, shapes, tuple(pieces), leaf.dtype, transposed, module.endswith("norm")
-        )
+        # The norm inside a linear layer has its weight as it is, whatever the others do.
+        is_norm = module.endswith("norm") and not module.endswith("linear_attn.norm")
+        return cls(path_name, leaf.shape, shapes, tuple(pieces), leaf.dtype, transposed, is_norm)
 
     def read(self, source: TensorSource, index: tuple[slice, ...]) -> np.ndarray:
         """The part `index` of the parameter, a slice per axis; no more than that is read."""
@@ -423,7 +425,10 @@ def _joined(module: str, config: ModelConfig, width: int) -> dict[str, _Split]:
     query = _Split(config.num_query_heads * config.head_dim, shards)
     key = _Split(config.num_key_value_heads // copies * config.head_dim, shards, copies)
     if module == "qkv_proj":
-        return {"q_proj": query, "k_proj": key, "v_proj": key}
+        gate = {"gate_proj": query} if config.attention_gate else {}
+        return {"q_proj": query, "k_proj": key, "v_proj": key, **gate}
+    if module == "in_proj" and config.linear is not None:
+        return {f"in_proj_{name}": _Split(rows) for name, rows in config.linear.widths.items()}
     if module == "gate_up_proj":
         return {"gate_proj": _Split(width // 2, shards), "up_proj": _Split(width // 2, shards)}
     if module == "k_norm" and config.qk_norm == "projection":
@@ -460,14 +465,14 @@ def weights_fingerprint(model: Decoder) -> str:
 
     def key_weight(layer: int) -> jax.Array:
         attend = model.layers[layer].self_attn
-        _, key, _ = split_columns(attend.qkv_proj.kernel[...], attend.widths, config.shards)
+        _, key, *_ = split_columns(attend.qkv_proj.kernel[...], attend.widths, config.shards)
         each = key.reshape(len(key), heads, config.head_copies, -1)[:, :, 0]
         return each.reshape(len(key), -1).T
 
     arrays = {
         "embedding": model.embed_tokens.embedding[...][:EMBEDDING_ROWS],
-        "first_key": key_weight(0),
-        "last_key": key_weight(-1),
+        "first_key": key_weight(model.config.attention_layers[0]),
+        "last_key": key_weight(model.config.attention_layers[-1]),
     }
     return fingerprint_weights(
         dataclasses.replace(config, num_key_value_heads=heads),

@@ -8,6 +8,7 @@ and `attend` here gives each device its own pages, its own tables counted from 0
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,9 +24,10 @@ from ..core.config import CacheConfig
 from ..core.errors import ConfigError
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..layer_cache import DenseCache, LayerCache, RotationArrays, check_chunk, check_query
-from ..models.cached_attention import CACHE_KINDS, int2_layers
+from ..models.cached_attention import CACHE_KINDS, AnyCache, int2_layers
 from ..models.config import ModelConfig
 from ..models.experts import DATA_AXIS, MODEL_AXIS
+from ..models.linear_attention import RecurrentState, allocate_recurrent_state
 from .mesh import check_batch, on_mesh
 
 POOLED = (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)  # arrays of pages; the others are of sequences
@@ -36,17 +38,19 @@ TABLES = {
 ROWS = PartitionSpec(DATA_AXIS, None, MODEL_AXIS)  # [B, T, heads, D]
 
 
-def cache_specs[Cache: LayerCache | DenseCache](cache: Cache) -> Cache:
+def cache_specs[Cache: AnyCache](cache: Cache) -> Cache:
     """How the arrays of a cache lie on a mesh, as a cache of PartitionSpecs."""
     pages, sequences = PartitionSpec(DATA_AXIS, MODEL_AXIS), PartitionSpec(DATA_AXIS)
     if isinstance(cache, DenseCache):
         return dataclasses.replace(cache, key=ROWS, value=ROWS, lengths=sequences)  # type: ignore[arg-type]
+    if isinstance(cache, RecurrentState):
+        return jax.tree.map(lambda array: sequences, cache)
     names = [field.name for field in dataclasses.fields(cache) if field.name != "config"]
     specs: dict[str, Any] = {name: pages if name in POOLED else sequences for name in names}
     return dataclasses.replace(cache, **specs)
 
 
-def cache_shardings[Cache: LayerCache | DenseCache](cache: Cache, mesh: Mesh) -> Cache:
+def cache_shardings[Cache: AnyCache](cache: Cache, mesh: Mesh) -> Cache:
     """The same as shardings of a mesh."""
     return jax.tree.map(lambda spec: on_mesh(mesh, *spec), cache_specs(cache))
 
@@ -80,7 +84,7 @@ def allocate_model_cache(
     window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
     dtype: Any = jnp.bfloat16,
     **windows: int,
-) -> list[LayerCache | DenseCache]:
+) -> list[AnyCache]:
     """As `models.cached_attention.allocate_model_cache`, on a mesh; no array is ever whole on one device.
 
     `config` is the checkpoint's or that `for_shards`; `batch` a multiple of the mesh's data axis.
@@ -91,10 +95,14 @@ def allocate_model_cache(
     check_batch(batch, mesh)
     geometry = spread_heads(config.cache_config(**windows), mesh)
     paged = int2_layers(config, window_policy=window_policy) if kind == "int2" else ()
-    return [
-        _allocate(geometry, batch, max_length, mesh, layer in paged, window, jnp.dtype(dtype))
-        for layer, window in enumerate(config.layer_windows)
-    ]
+
+    def allocate(layer: int, window: int | None) -> AnyCache:
+        linear = config.linear
+        if linear is None or layer not in config.linear_layers:
+            return _allocate(geometry, batch, max_length, mesh, layer in paged, window, jnp.dtype(dtype))
+        return _placed(lambda: allocate_recurrent_state(linear, batch), mesh)
+
+    return [allocate(layer, window) for layer, window in enumerate(config.layer_windows)]
 
 
 def _allocate(
@@ -118,6 +126,11 @@ def _allocate(
         }
         return dataclasses.replace(cache, **tables)
 
+    return _placed(make, mesh)
+
+
+def _placed[Cache: AnyCache](make: Callable[[], Cache], mesh: Mesh) -> Cache:
+    """What `make` makes, each part on its device from the start."""
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))()
 
 
@@ -186,6 +199,7 @@ def attend[Cache: LayerCache | DenseCache](
     softmax_scale: float,
     sliding_window: int | None = None,
     sink_logits: jax.Array | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Cache]:
     """`cache.attend` on a mesh: each device attends with its sequences and heads, and asks no other.
@@ -197,7 +211,7 @@ def attend[Cache: LayerCache | DenseCache](
     check_query(query, cache, rotation, sink_logits)
     check_chunk(query, key, value, cache, new_lengths)
     arrays = (query, key, value, cache, rotation, new_lengths, sink_logits)
-    settings = (softmax_scale, sliding_window, implementation)
+    settings = (softmax_scale, sliding_window, softcap, implementation)
     if traced(arrays):
         return _attend(*arrays, mesh=mesh, settings=settings)
     check_capacity(cache, new_lengths)
@@ -214,11 +228,11 @@ def _attend(
     sink_logits: jax.Array | None,
     *,
     mesh: Mesh,
-    settings: tuple[float, int | None, str | None],
+    settings: tuple[float, int | None, float | None, str | None],
 ) -> tuple[jax.Array, Any]:
     specs = cache_specs(cache)
     sequences, heads = PartitionSpec(DATA_AXIS), PartitionSpec(MODEL_AXIS)
-    softmax_scale, sliding_window, implementation = settings
+    softmax_scale, sliding_window, softcap, implementation = settings
 
     def of_a_shard(query, key, value, cache, rotation, new_lengths, sink_logits):
         out, new = one_device.attend(
@@ -231,6 +245,7 @@ def _attend(
             softmax_scale=softmax_scale,
             sliding_window=sliding_window,
             sink_logits=sink_logits,
+            softcap=softcap,
             implementation=implementation,
         )
         if isinstance(cache, LayerCache):  # what it was given: tables never change here

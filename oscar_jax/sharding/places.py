@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from .. import cache as one_device
 from ..core.errors import ConfigError
 from ..core.window_policy import WindowPolicy
-from ..layer_cache import DenseCache, LayerCache
 from ..models import cached_attention
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -28,7 +27,7 @@ from ..rotations.rotation import LayerRotation
 from . import caches as on_a_mesh
 from .mesh import on_mesh
 
-Caches = list[LayerCache | DenseCache]
+Caches = list[cached_attention.AnyCache]
 
 
 class OneDevice:
@@ -65,7 +64,7 @@ class OneDevice:
             self.config, batch, max_length, kind=kind, window_policy=window_policy
         )
 
-    def live_bytes(self, caches: Sequence[LayerCache | DenseCache]) -> dict[str, int]:
+    def live_bytes(self, caches: Sequence[cached_attention.AnyCache]) -> dict[str, int]:
         """`cache.live_bytes`, summed over layers; copied heads count as often as they are stored."""
         return cached_attention.model_live_bytes(caches, self.config)
 
@@ -104,7 +103,7 @@ class OnMesh(OneDevice):
             self.config, batch, max_length, self.mesh, kind=kind, window_policy=window_policy
         )
 
-    def live_bytes(self, caches: Sequence[LayerCache | DenseCache]) -> dict[str, int]:
+    def live_bytes(self, caches: Sequence[cached_attention.AnyCache]) -> dict[str, int]:
         """`cache.live_bytes`, summed over layers; copied heads count as often as they are stored."""
         # Only numbers that every host can read: pages and rows stay where they are.
         names = ("lengths", "history_pages", *on_a_mesh.TABLES)

@@ -46,6 +46,13 @@ _LONGROPE = {
     "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)],
 }
+_HYBRID = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 TINY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8, "head_dim": 32},
     "qwen3_moe": {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -73,6 +80,31 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8},
     "smollm3": {"num_hidden_layers": 5},
+    "qwen3_next": {
+        **_EXPERTS,
+        **_HYBRID,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3_5_text": {
+        **_HYBRID,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5_moe_text": {
+        **_EXPERTS,
+        **_HYBRID,
+        "shared_expert_intermediate_size": 48,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    },
     # caps small enough to bend what random weights give
     "gemma2": {
         "head_dim": 32,
@@ -85,7 +117,8 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-CALIBRATED = ("gpt_oss", "gemma2")  # sinks; soft caps. Experts (GLM-4 MoE): test_quantized.py
+# Sinks; soft caps; gates beside linear layers. Experts (GLM-4 MoE): test_quantized.py
+CALIBRATED = ("gpt_oss", "gemma2", "qwen3_5_text")
 
 
 def random_reference(family: str, **changes: Any) -> Any:
@@ -151,7 +184,7 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert np.abs(shifted - theirs).max() / np.abs(theirs).max() > 100 * LOGIT_TOLERANCE  # it can fail
 
     prompt = np.random.default_rng(2).integers(0, VOCABULARY, 450).tolist()
-    layers = tuple(range(config.num_layers))
+    layers = config.attention_layers
     if family in CALIBRATED:
         statistics = gather_statistics(
             model,
