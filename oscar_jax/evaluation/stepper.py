@@ -19,13 +19,13 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.linear_attention import RecurrentState, allocate_recurrent_state
+from ..models.linear_attention import allocate_recurrent_state
 from ..quantize import round_to_bfloat16
 from ..rotations.rotation import LayerRotation
 from . import fidelity
 from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
 
-ModelRows = list[StoredRows | RecurrentState]  # one per layer
+ModelRows = list[Any]  # per layer StoredRows, or the RecurrentState of a linear one
 Recipe = LayerRotation | fidelity.AsymmetricRecipe | None  # None: exact
 JUDGED_ROWS = 32  # positions whose distributions over the vocabulary are in memory at a time, per method
 
