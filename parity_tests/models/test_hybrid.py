@@ -146,6 +146,14 @@ def test_caches_of_another_kind_are_refused(hybrid: Any) -> None:
         assert "a recurrent state" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_heads_of_linear_layers_do_not_spread(hybrid: Any) -> None:
+    """Devices may share the sequences of a batch, not the heads."""
+    _, _, config = hybrid
+    assert config.for_shards(1) == config
+    with pytest.raises(ConfigError, match="does not spread over 2 devices: it has linear layers, allowed: 1"):
+        config.for_shards(2)
+
+
 SMALL = {
     "model_type": "qwen3_5_text",
     **test_families._TINY,
