@@ -7,6 +7,7 @@ therefore end at the public functions, which are marked `exact_arithmetic`.
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,21 +20,40 @@ _DEVICES = ("cpu", "cuda")
 _EXACT = ("none", "ieee")
 
 
+class _Inside(threading.local):
+    """Whether this thread is inside an exact function: those it calls need not look again."""
+
+    exact = False
+
+
+_inside = _Inside()
+
+
 def exact_arithmetic[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """The function in plain float32 and int32, whatever the process has switched on."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        if (
-            torch.get_default_dtype() == torch.float32
-            and not any(torch.is_autocast_enabled(device) for device in _DEVICES)
-            and all(matmul.fp32_precision in _EXACT for matmul in _matmuls())
-        ):
+        if _inside.exact:
             return function(*args, **options)
-        with _plain_settings():
-            return function(*args, **options)
+        _inside.exact = True
+        try:
+            if _is_plain():
+                return function(*args, **options)
+            with _plain_settings():
+                return function(*args, **options)
+        finally:
+            _inside.exact = False
 
     return wrapped
+
+
+def _is_plain() -> bool:
+    return (
+        torch.get_default_dtype() == torch.float32
+        and not any(torch.is_autocast_enabled(device) for device in _DEVICES)
+        and all(matmul.fp32_precision in _EXACT for matmul in _matmuls())
+    )
 
 
 def refuse_gradients(function: str, arrays: Any) -> Any:

@@ -64,6 +64,8 @@ class LayerCache:
     known_rotation = None  # the last one that was checked; no field either
     # `history_pages` on the host, where a caller keeps count: spares kernels that need it the wait.
     known_history = None  # or list[int]; no field: it is not part of the cache's content
+    # What `triton_kernels/launch/repeated.py` keeps between steps; no field either.
+    launches = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError for an array that is not contiguous: kernels read and write it in place."""

@@ -11,6 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -184,7 +185,12 @@ def _serving(kernels: Kernels, implementation: str | None, options: dict[str, An
 
 def _kernel(module: str, name: str) -> Callable:
     """A kernel, imported on first use: Triton is not part of every Torch build."""
-    return getattr(importlib.import_module(f".triton_kernels.{module}", __package__), name)
+    return getattr(_module(module), name)
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".triton_kernels.{name}", __package__)
 
 
 @functools.cache

@@ -21,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import cap_scores
 from ..core.errors import ConfigError, ShapeError
-from .layer import ATTENTION, OscarLayer, forget_handover, take_announced, take_mask_request
+from .handover import forget_handover, take_announced, take_mask_request
+from .layer import ATTENTION, OscarLayer
 from .static_layer import StaticLayer, traced
 
 _log = logging.getLogger(__name__)
@@ -53,20 +54,19 @@ def oscar_attention(
     included; with one it is for inference only. Raises
     ConfigError and ShapeError, with nothing stored, for what the cache cannot honour.
     """
-    options: dict[str, Any] = {
-        "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux,
-        "position_bias": position_bias,
-    }  # fmt: skip
-    if torch.compiler.is_compiling() and traced.layer is not None:
+    given = (scaling, sliding_window, softcap, s_aux, position_bias)
+    if not torch.compiler.is_compiling():
+        return _attend(module, query, key, value, attention_mask, *given, **kwargs)
+    if traced.layer is not None:
         layer, traced.layer = traced.layer, None
-        return _over_cache(layer, module, query, key, value, attention_mask, **options), None
-    return _attend(module, query, key, value, attention_mask, **options, **kwargs)
+        with torch.no_grad():
+            return _over_cache(layer, module, query, key, value, attention_mask, *given), None
+    return _attend_outside(module, query, key, value, attention_mask, *given, **kwargs)
 
 
-@outside_graphs
 def _attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, scaling: float | None, sliding_window: int | None, softcap: float | None, s_aux: Tensor | None,
+    scaling: float | None, sliding_window: int | None, softcap: float | None, s_aux: Tensor | None,
     position_bias: Tensor | None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """`oscar_attention` where no compiler is tracing."""
@@ -83,17 +83,21 @@ def _attend(
             return _sdpa_with_sinks(module, query, key, value, attention_mask, s_aux, **options)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
-    out = _over_cache(
-        layer, module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window,
-        softcap=softcap, s_aux=s_aux, position_bias=position_bias,
-    )  # fmt: skip
+    given = (scaling, sliding_window, softcap, s_aux, position_bias)
+    if not torch.is_grad_enabled():
+        return _over_cache(layer, module, query, key, value, attention_mask, *given), None
+    with torch.no_grad():
+        out = _over_cache(layer, module, query, key, value, attention_mask, *given)
     return _without_gradient(out, query, key, value), None
 
 
-@torch.no_grad()
+# Disabling costs time where nothing is compiled, so that path does without.
+_attend_outside = outside_graphs(_attend)
+
+
 def _over_cache(
     layer: OscarLayer, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, *, scaling: float | None, sliding_window: int | None,
+    attention_mask: Tensor | None, scaling: float | None, sliding_window: int | None,
     softcap: float | None, s_aux: Tensor | None, position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention over the rows of `layer`, which stores the new ones; a static cache's step is traced."""
@@ -113,10 +117,10 @@ def _over_cache(
         return layer.step(
             query, key, value, real, softmax_scale=softmax_scale, sink_logits=sink_logits, softcap=softcap
         )
-    return _store_and_attend(layer, query, key, value, real, softmax_scale, sink_logits, softcap)
+    attend = _store_and_attend_outside if torch.compiler.is_compiling() else _store_and_attend
+    return attend(layer, query, key, value, real, softmax_scale, sink_logits, softcap)
 
 
-@outside_graphs
 def _store_and_attend(
     layer: OscarLayer, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None,
     softmax_scale: float, sink_logits: Tensor | None, softcap: float | None,
@@ -130,6 +134,9 @@ def _store_and_attend(
         sink_logits=sink_logits,
         softcap=softcap,
     )
+
+
+_store_and_attend_outside = outside_graphs(_store_and_attend)
 
 
 def _columns_of(mask: Tensor) -> Tensor:

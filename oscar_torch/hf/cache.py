@@ -17,7 +17,8 @@ from ..core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from ..rotations.rotation import RotationSet, validate_rotation_set
 from ..rotations.store import load_rotation_set
 from .fingerprint import model_fingerprint
-from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer, interrupted
+from .handover import interrupted
+from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
 from .model_check import _hub_id, cache_config, layer_windows
 from .static_layer import Ledger, StaticLayer
 from .tensor_parallel import model_shard, refuse_split_config
@@ -102,13 +103,13 @@ class OscarCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Announces new rows of a layer to the attention function; raises ConfigError if that is another."""
-        implementation = getattr(self.text_config, "_attn_implementation", None)
-        if implementation != ATTENTION:
-            raise ConfigError(
-                f"attn_implementation = {implementation!r}, allowed with an OscarCache: {ATTENTION!r} "
-                "(and the config given to the cache must be model.config)"
-            )
-        if layer_idx == 0:
+        if layer_idx == 0:  # once per step
+            implementation = getattr(self.text_config, "_attn_implementation", None)
+            if implementation != ATTENTION:
+                raise ConfigError(
+                    f"attn_implementation = {implementation!r}, allowed with an OscarCache: {ATTENTION!r} "
+                    "(and the config given to the cache must be model.config)"
+                )
             self._require_whole()
         if self.shard is not None and self.shard.replicated:
             own = slice(self.shard.heads.start, self.shard.heads.stop)

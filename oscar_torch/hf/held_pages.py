@@ -2,6 +2,8 @@
 
 from ..core.page_allocator import PageAllocator
 
+WIDTH_STEP = 64  # columns by which tables grow: kernels are launched anew for a table of another width
+
 
 class HeldPages:
     """The INT2 pages of the sequences of one layer, taken from a PageAllocator.
@@ -44,27 +46,34 @@ class HeldPages:
     def missing(self, before: list[int], needed: list[int], apart: int | None) -> int:
         """How many pages `take` with the same arguments finds no room for; not above 0 if for all."""
         fresh = sum(
-            not self._reusable(b, page, start, apart)
+            page not in self.held[b] and not self._reusable(b, page, start, apart)
             for b, (start, end) in enumerate(zip(before, needed))
             for page in range(start, end)
         )
         return fresh - (0 if self.allocator is None else self.allocator.free)
 
-    def take(self, before: list[int], needed: list[int], apart: int | None) -> None:
+    def take(self, before: list[int], needed: list[int], apart: int | None) -> list[tuple[int, int, int]]:
         """Takes the pages before[b] .. needed[b] - 1 of every sequence b; CacheFullError if `missing` any.
 
         With `apart` a page takes the place of the one `apart` pages earlier, if no other sequence reads it.
+        Returns the new entries of the table: (sequence, page, physical page). What an interruption has left
+        undone is taken by the next call.
         """
         width = max(len(self.tables[0]), *needed)
+        entries = []
         for b, (row, held) in enumerate(zip(self.tables, self.held)):
-            row += [0] * (width - len(row))
+            if width > len(row):
+                row += [0] * (-(-width // WIDTH_STEP) * WIDTH_STEP - len(row))
             for page in range(before[b], needed[b]):
-                if apart is not None and self._reusable(b, page, before[b], apart):
-                    held[page] = held.pop(page - apart)
-                else:
-                    assert self.allocator is not None
-                    held[page] = self.allocator.allocate()
+                if page not in held:
+                    if apart is not None and self._reusable(b, page, before[b], apart):
+                        held[page] = held.pop(page - apart)
+                    else:
+                        assert self.allocator is not None
+                        held[page] = self.allocator.allocate()
                 row[page] = held[page]
+                entries.append((b, page, held[page]))
+        return entries
 
     def select(self, sequences: list[int]) -> None:
         """Makes the batch the sequences named, repeated or left out; repeated ones share their pages."""

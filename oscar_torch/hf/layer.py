@@ -12,8 +12,6 @@ counts columns, since transformers aligns its attention mask with them.
 
 import copy
 import dataclasses
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..arithmetic import exact_arithmetic
 from ..cache import allocate_dense_cache, allocate_layer_cache, append_rows
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
@@ -28,61 +27,15 @@ from ..core.errors import CacheFullError, ConfigError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import DenseCache, LayerCache
 from ..rotations.rotation import LayerRotation
+from .handover import announce, interrupted, request_mask
 from .held_pages import HeldPages
-from .pieces import attend_in_pieces
-from .rows import decode_attention
+from .pieces import attend_in_pieces, on_device, stream_of
+from .rows import append_to_ring, append_token, decode_attention
 
 ATTENTION = "oscar"  # the name for attn_implementation
 PREFILL_CHUNK = 2048  # prompts are attended to in pieces that end at multiples of this
 RING_SLACK = fmt.PAGE_TOKENS  # tokens a ring keeps beyond its window, so that `crop` can go back
 GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
-
-# What one function of transformers' call order leaves for the next, per thread: the layer whose `update` ran
-# last and the keys it returned, for the attention function; the layer that was asked for mask sizes, for the
-# mask function.
-_handover = threading.local()
-
-
-def interrupted(columns: int) -> ConfigError:
-    """The refusal of a step after one that an exception ended, before which there were `columns` columns."""
-    back = f"crop({columns}), which goes back to before it, or " if columns else ""
-    return ConfigError(f"an exception interrupted a step, layers have parts of it; allowed: {back}reset()")
-
-
-def take_announced(key: Tensor) -> "OscarLayer | None":
-    """The layer whose `update` returned `key`, once; None if no OscarCache did.
-
-    Raises ConfigError where an update came, but with other keys: a model that changes them afterwards.
-    """
-    layer, announced = getattr(_handover, "layer", None), getattr(_handover, "key", None)
-    _handover.layer = _handover.key = None
-    if layer is None or announced is None:
-        return None
-    if announced.data_ptr() != key.data_ptr() or announced.shape != key.shape:
-        raise ConfigError(
-            f"layer {layer.layer_id} stores keys {tuple(announced.shape)}, but attention got others, "
-            f"{tuple(key.shape)}; allowed: the keys that OscarCache.update returned"
-        )
-    return layer
-
-
-def request_mask(layer: "OscarLayer", columns: int | Tensor, new_columns: int) -> None:
-    """Notes that the next mask is for an OscarCache, which the mask function is not told."""
-    _handover.mask = (weakref.ref(layer), columns, new_columns)
-
-
-def take_mask_request(columns: int | Tensor, new_columns: int) -> "OscarLayer | None":
-    """The layer that was just asked for the sizes of a mask over `columns` and `new_columns`, once."""
-    request = getattr(_handover, "mask", None)
-    _handover.mask = None
-    if request is None or request[1:] != (columns, new_columns):
-        return None
-    return request[0]()
-
-
-def forget_handover() -> None:
-    """Drops an announcement that no attention call has taken."""
-    _handover.layer = _handover.key = None
 
 
 class OscarLayer(CacheLayerMixin):
@@ -166,7 +119,7 @@ class OscarLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Notes that this layer's attention comes next; the rows are stored there."""
-        _handover.layer, _handover.key = self, key_states
+        announce(self, key_states)
         return key_states, value_states
 
     @torch.compiler.disable
@@ -268,8 +221,6 @@ class OscarLayer(CacheLayerMixin):
 
     # Storing and attending.
 
-    @torch.inference_mode(False)
-    @torch.no_grad()  # leaving inference mode turns gradients on
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
     ) -> Tensor:
@@ -277,9 +228,22 @@ class OscarLayer(CacheLayerMixin):
 
         `real` bool [B, T] marks tokens among padding (None: all are tokens); padding yields zeros.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # leaving it turns gradients on
+                return self._attend(query, key, value, real, **options)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._attend(query, key, value, real, **options)
+        return self._attend(query, key, value, real, **options)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any
+    ) -> Tensor:
         batch, columns = query.shape[:2]
         if self.writing is not None:
             raise interrupted(self.columns)
+        if columns == 1 and real is None and not self.record_past and batch == len(self.lengths):
+            return self._attend_step(query, key, value, **options)
         if self.store is None:
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         if batch != len(self.lengths):
@@ -304,6 +268,48 @@ class OscarLayer(CacheLayerMixin):
             self.observer(query, key, value, out)
         self.writing = None
         return out
+
+    @exact_arithmetic
+    def _attend_step(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """`attend` for one token of every sequence: the same, with nothing looked up that is known."""
+        if not self._free_steps:
+            self._reserve([1] * len(self.lengths))
+            self._forget()
+            self._free_steps = self._steps_without_pages()
+        self._free_steps -= 1
+        self.writing = after = [length + 1 for length in self.lengths]
+        store, rotation = self.store, self.rotation
+        if isinstance(store, LayerCache):
+            append_token(store, rotation, key, value, self._ones(), self.implementation)
+        else:
+            assert store is not None
+            append_to_ring(store, key, value, None)
+        out = decode_attention(
+            query[:, 0], store, rotation, sliding_window=self.sliding_window,
+            implementation=self.implementation, **options,
+        )[:, None]  # fmt: skip
+        if self.observer is not None:
+            self.observer(query, key, value, out)
+        self.reached = after if self.reached == self.lengths else [max(n) for n in zip(self.reached, after)]
+        self.lengths = after
+        self.columns += 1
+        if self.chunks and isinstance(self.chunks[-1], int):
+            self.chunks[-1] += 1
+        else:
+            self.chunks.append(1)
+        self.writing = None
+        return out
+
+    def _steps_without_pages(self) -> int:
+        """How many tokens every sequence can have before `_reserve` has something to do again."""
+        steps = 1 << 30
+        if self.max_length is not None:
+            steps = self.max_length - max(self.lengths)
+        if isinstance(self.store, LayerCache):
+            windows = self.config.sink_tokens + self.config.recent_tokens
+            pages = [self.config.history_pages(length + 1) + 1 for length in self.lengths]
+            steps = min(steps, *(windows + fmt.PAGE_TOKENS * p - 1 - n for p, n in zip(pages, self.lengths)))
+        return steps
 
     def _attend_part(
         self,
@@ -368,10 +374,13 @@ class OscarLayer(CacheLayerMixin):
         for t in range(query.shape[1]):
             column = slice(t, t + 1)
             new_lengths = self._ones() if real is None else real[:, t].to(torch.int32)
-            append_rows(
-                self.store, self.rotation, key[:, column], value[:, column], new_lengths,
-                implementation=self.implementation, check=False,
-            )  # fmt: skip  # `_reserve` has found room
+            if isinstance(self.store, LayerCache):  # `_reserve` has found room
+                append_token(
+                    self.store, self.rotation, key[:, column], value[:, column], new_lengths,
+                    self.implementation,
+                )  # fmt: skip
+            else:
+                append_to_ring(self.store, key[:, column], value[:, column], new_lengths)
             out = decode_attention(query[:, t], self.store, self.rotation, **options)[:, None]
             outputs.append(out if real is None else out * real[:, column, None, None])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -392,20 +401,24 @@ class OscarLayer(CacheLayerMixin):
             return
         assert self.pages is not None
         # Pages written by one append must be different ones, and a window must have passed.
-        kept = self._window_pages()
+        kept, pages = self._window_pages(), self.pages
         apart = None if kept is None else max(kept, self.prefill_chunk // fmt.PAGE_TOKENS + 1)
-        pages, store = self.pages.copy(), self.store  # an exception leaves what there is
-        for b, (reached, end) in enumerate(zip(self.reached, before)):
-            pages.keep(b, min(self._first_page(reached), end), end)
+        if kept is not None:
+            for b, (reached, end) in enumerate(zip(self.reached, before)):
+                pages.keep(b, min(self._first_page(reached), end), end)
         missing = pages.missing(before, needed, apart)
         if missing > 0:
             missing += GROW_PAGES * len(counts) if self.max_length is None else 0
-            store = _enlarged(store, missing)
+            self.store = _enlarged(self.store, missing)
             pages.grow(missing)
-        pages.take(before, needed, apart)
-        table = _int32(pages.tables, store.page_table.device)
-        store.page_table = table
-        self.store, self.pages = store, pages
+        entries = tuple(pages.take(before, needed, apart))
+        device = self.store.page_table.device
+        if kept is None and len(pages.tables[0]) == self.store.page_table.shape[1]:
+            sequence, page, place = on_device(entries, device, stream_of(device))
+            self.store.page_table[sequence, page] = place.int()
+        else:
+            rows = tuple(map(tuple, pages.tables))
+            self.store.page_table = on_device(rows, device, stream_of(device), transposed=False).int()
 
     def _window_pages(self) -> int | None:
         """INT2 pages that a sliding window can reach, also after a crop of `recent_tokens`; None: all."""
@@ -568,6 +581,7 @@ class OscarLayer(CacheLayerMixin):
             self._count(counts, size if part is None else part)
 
     def _forget(self) -> None:
+        self._free_steps = 0  # tokens that every sequence can have with the pages that the table names
         self._snapshot: dict[str, Tensor] | None = None
         self._snapshot_state: Any = None  # the host-side state beside it
         self._recorded: list[tuple[Tensor, Tensor, Tensor | None]] = []

@@ -158,11 +158,11 @@ def _places_of(
     store: LayerCache | DenseCache, lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
 ) -> Places | RingPlaces:
     if isinstance(store, DenseCache):
-        return _ring_places(store.key.shape[1], lengths, counts, device, _stream(device))
-    return _places(store.config, lengths, counts, device, _stream(device))
+        return _ring_places(store.key.shape[1], lengths, counts, device, stream_of(device))
+    return _places(store.config, lengths, counts, device, stream_of(device))
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     """What has been uploaded on one stream must not be used on another."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -218,11 +218,20 @@ def _tokens_on(counts: tuple[int, ...], device: torch.device, stream: int) -> tu
 
 def _tokens_of(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Sequence and index of the first counts[b] rows of every sequence, int64."""
-    return _tokens_on(counts, device, _stream(device))
+    return _tokens_on(counts, device, stream_of(device))
 
 
 def _integers(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=4)
+def on_device(
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int, transposed: bool = True
+) -> Tensor:
+    """A table of integers, int64, or its columns: uploaded once for all layers that ask for the same."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return (table.T.contiguous() if transposed else table).to(device)
 
 
 def _upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

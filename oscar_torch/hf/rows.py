@@ -12,7 +12,29 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import ops
-from ..layer_cache import DenseCache
+from ..cache import append_rows
+from ..layer_cache import DenseCache, LayerCache
+
+
+def append_token(
+    store: LayerCache, rotation: Any, key: Tensor, value: Tensor, new_lengths: Tensor,
+    implementation: str | None,
+) -> None:  # fmt: skip
+    """`cache.append_rows` of one row [B, 1, K, D] per sequence, for which the caller has found room."""
+    if not ops.append_token(store, rotation, key, value, new_lengths, implementation=implementation):
+        append_rows(store, rotation, key, value, new_lengths, implementation=implementation, check=False)
+
+
+def append_to_ring(ring: DenseCache, key: Tensor, value: Tensor, new_lengths: Tensor | None) -> None:
+    """Writes one row [B, 1, K, D] per sequence where new_lengths is 1 (None: everywhere), without a wait."""
+    sequence = torch.arange(ring.batch, device=key.device)
+    slot = (ring.lengths % ring.key.shape[1]).long()
+    for rows, new in ((ring.key, key), (ring.value, value)):
+        row = new[:, 0].to(rows.dtype)
+        if new_lengths is not None:
+            row = torch.where((new_lengths > 0)[:, None, None], row, rows[sequence, slot])
+        rows[sequence, slot] = row
+    ring.lengths += 1 if new_lengths is None else new_lengths
 
 
 def decode_attention(

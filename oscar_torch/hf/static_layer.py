@@ -21,7 +21,8 @@ from ..core.errors import CacheFullError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import LayerCache
 from ..rotations.rotation import FEEDBACKS
-from .layer import RING_SLACK, OscarLayer, Removal, _handover, _int32, _tokens_first, request_mask
+from .handover import announce, request_mask
+from .layer import RING_SLACK, OscarLayer, Removal, _int32, _tokens_first
 from .pieces import attend_in_pieces
 from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
 
@@ -336,7 +337,7 @@ class StaticLayer(OscarLayer):
         if torch.compiler.is_compiling():
             traced.layer = self
         else:
-            _handover.layer, _handover.key = self, key_states
+            announce(self, key_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import append_rows
+from ..arithmetic import exact_arithmetic
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..layer_cache import DenseCache, LayerCache
 from ..quantize import Feedback
 from ..rotations.rotation import FEEDBACKS, LayerRotation
-from .rows import decode_attention
+from .rows import append_to_ring, append_token, decode_attention
 
 ALIGNMENT = 256  # bytes; kernels read whole vectors
 
@@ -134,6 +134,7 @@ def new_state(
     return buffer, state
 
 
+@exact_arithmetic
 def decode_step(
     query: Tensor,
     key: Tensor,
@@ -154,30 +155,17 @@ def decode_step(
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(state.store, DenseCache):
-        _append_to_ring(state, key, value, new_lengths)
+        append_to_ring(state.store, key, value, new_lengths)
+        assert state.reached is not None
+        torch.maximum(state.reached, state.store.lengths, out=state.reached)
     else:
-        append_rows(
-            state.store, state.rotation, key, value, new_lengths, implementation=implementation, check=False
-        )
+        append_token(state.store, state.rotation, key, value, new_lengths, implementation)
     out = decode_attention(
         query[:, :, 0], state.store, state.rotation, softmax_scale=softmax_scale,
         sliding_window=sliding_window, sink_logits=sink_logits, softcap=softcap,
         implementation=implementation,
     )  # fmt: skip
     return out[:, None]
-
-
-def _append_to_ring(state: State, key: Tensor, value: Tensor, new_lengths: Tensor) -> None:
-    """Writes one row [B, 1, K, D] per sequence where new_lengths is 1, without asking the device which."""
-    ring = state.store
-    assert isinstance(ring, DenseCache) and state.reached is not None
-    sequence = torch.arange(ring.batch, device=key.device)
-    slot = (ring.lengths % ring.key.shape[1]).long()
-    stored = (new_lengths > 0)[:, None, None]
-    for rows, new in ((ring.key, key), (ring.value, value)):
-        rows[sequence, slot] = torch.where(stored, new[:, 0].to(rows.dtype), rows[sequence, slot])
-    ring.lengths += new_lengths
-    torch.maximum(state.reached, ring.lengths, out=state.reached)
 
 
 @torch.library.custom_op("oscar_kv::decode_step", mutates_args=("buffer",))

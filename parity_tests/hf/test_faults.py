@@ -135,7 +135,7 @@ class Interruption(KeyboardInterrupt):
 
 
 WHERE = {  # rows of a prompt's piece, and of a single column
-    "stored": [(hf_pieces, "_store_rows"), (hf_layer, "append_rows")],
+    "stored": [(hf_pieces, "_store_rows"), (hf_layer, "append_token"), (hf_layer, "append_to_ring")],
     "attended": [(ops, "chunk_attention"), (ops, "decode_attention")],
 }
 

@@ -14,10 +14,12 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
 from oscar_torch import ops  # noqa: E402
+from oscar_torch.cache import allocate_layer_cache  # noqa: E402
 from oscar_torch.core.config import CacheConfig  # noqa: E402
 from oscar_torch.hf.layer import OscarLayer  # noqa: E402
 from oscar_torch.rotations.rotation import identity_rotation  # noqa: E402
 from oscar_torch.triton_kernels.launch import tensors  # noqa: E402
+from oscar_torch.triton_kernels.launch.repeated import Launch, remembered  # noqa: E402
 from oscar_torch.triton_kernels.prefill import dequantize, flash  # noqa: E402
 from oscar_torch.triton_kernels.prefill import triton as chunk  # noqa: E402
 from oscar_torch.triton_kernels.quantize import triton as quantize  # noqa: E402
@@ -109,3 +111,58 @@ def test_blocks_cover_all_pages_once() -> None:
         spare = [size - (end - first) for first, end, size in blocks]
         assert not any(spare[:-1]) and spare[-1] < flash.SIZE_STEP
     assert flash.blocks_of(0) == []
+
+
+class Compiled:
+    """A kernel whose launches are noted: those of the dispatcher by name, those past it in order."""
+
+    arg_names = ("a_ptr", "size", "b_ptr", "D")
+
+    def __init__(self) -> None:
+        self.dispatched: list[dict[str, Any]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        assert grid == (3, 2, 1)
+
+        def launch(*arguments: Any, **named: Any) -> Any:
+            if named:
+                self.dispatched.append(named)
+            else:
+                self.direct.append(arguments)
+            return self
+
+        return launch
+
+
+def test_repeated_launches_pass_what_the_first_passed() -> None:
+    """Past the dispatcher the same arguments in the kernel's order; what is not aligned goes through it."""
+    kernel, fixed = Compiled(), torch.zeros(8)
+    launch = Launch(kernel, (3, 2), ("b_ptr",), {"a_ptr": fixed, "size": 7, "D": 64}, num_warps=4)
+    rows = [torch.zeros(8) for _ in range(3)]
+    assert launch(rows[0]) is kernel and launch(rows[1]) is None
+    expected = {"a_ptr": fixed, "size": 7, "D": 64, "num_warps": 4}
+    assert kernel.dispatched == [expected | {"b_ptr": rows[0]}]
+    assert kernel.direct == [(fixed, 7, rows[1], 64)]
+    odd = rows[2][1:]
+    assert launch(odd) is kernel
+    assert kernel.dispatched[1] == expected | {"b_ptr": odd} and len(kernel.direct) == 1
+
+
+def test_launches_are_prepared_anew_for_other_arrays() -> None:
+    """A pool that grew, another rotation, another cache object: what was prepared is forgotten."""
+    cache = allocate_layer_cache(CacheConfig(1, 2, 64), 1, 500)
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    first, second = object(), object()
+    found = [remembered(cache, first, key, make) for key in (("a",), ("a",), ("b",))]
+    found.append(remembered(cache, second, ("a",), make))
+    cache.page_table = cache.page_table.clone()
+    found.append(remembered(cache, second, ("a",), make))
+    found.append(remembered(dataclasses.replace(cache), second, ("a",), make))
+    assert found == [0, 0, 1, 2, 3, 4]
+    assert remembered(cache, second, ("a",), make) == 3

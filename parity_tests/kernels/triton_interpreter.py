@@ -172,7 +172,7 @@ def attention_errors(
 
 
 def rotation_errors(batch: int, heads: int, group: int, head_dim: int, shared: bool) -> tuple[float, float]:
-    """Largest errors of `decode.triton.rotate`: rows @ matrix, and the same + added + weight * mean."""
+    """Largest errors of `decode.triton.Rotation`: rows @ matrix, and the same + added + weight * mean."""
     import torch
 
     from oscar_torch.cache import allocate_layer_cache
@@ -193,8 +193,8 @@ def rotation_errors(batch: int, heads: int, group: int, head_dim: int, shared: b
     plan = decode_triton.plan_decode(rows, cache, rotation, None, programs=1, window_pages=8)
     head = torch.arange(query_heads) // group % matrices
     product = torch.einsum("bnd,nde->bne", rows, matrix[head])
-    rotated, _ = decode_triton.rotate(plan, rows, matrix, EARLY=False)
-    back, _ = decode_triton.rotate(plan, rows, matrix, (added, weight, mean), EARLY=False)
+    rotated, _ = decode_triton.Rotation(plan, matrix, EARLY=False)(rows)
+    back, _ = decode_triton.Rotation(plan, matrix, mean, EARLY=False)(rows, added, weight)
     want = product + added + weight[..., None] * mean[head].float()
     return float((rotated - product).abs().max()), float((back - want).abs().max())
 

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...quantize import require_nearest
+from ..launch.repeated import Launch
 from ..launch.tensors import check_hopper
 from ..quantize.gluon import PLANS
 from ..quantize.gluon_page import center_tile, everywhere, role_memory, store_page, tile_offsets
@@ -110,12 +111,17 @@ HEAD_DIMS = (64, 128)
 
 def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor) -> None:
     """`append.triton.append_token`; raises NotImplementedError too for a head_dim not served."""
+    plain.prepared(cache, rotation, key, value, new_lengths, "append.gluon", _launch)
+
+
+def _launch(cache, rotation) -> Launch:
     require_nearest(rotation, "the Gluon append kernel")
     check_hopper(cache.window_key)
     head_dim = cache.config.head_dim
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {HEAD_DIMS}")
     parts = 2 * cache.config.num_key_value_heads
-    arguments, constants = plain.append_arguments(cache, rotation, key, value, new_lengths, parts)
+    fixed = plain.fixed_arguments(cache, rotation, parts)
     _, warps, registers = PLANS[head_dim]
-    _append_kernel[(parts, cache.batch)](*arguments, **constants, num_warps=warps, maxnreg=registers)
+    grid = (parts, cache.batch)
+    return Launch(_append_kernel, grid, plain.CHANGING, fixed, num_warps=warps, maxnreg=registers)

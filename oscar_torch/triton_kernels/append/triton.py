@@ -1,5 +1,8 @@
 """One new token per sequence in plain Triton: stores its rows, quantizes the page that leaves."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +10,7 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import ShapeError
+from ..launch.repeated import Launch, remembered
 from ..launch.tensors import check_device, int16_bits, int32_pairs, rotation_stride
 from ..quantize.sequential import HEAD_DIM_MAX, sequential_complements
 from ..quantize.steps import (
@@ -224,77 +228,74 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
     history_pages count the programs that have read them. Raises ShapeError, NotImplementedError (device; more
     tokens and heads than 32 bits can count; sequential rounding above 256 channels). Format page, section 4.
     """
-    config, batch = cache.config, cache.batch
-    tiles = _flush_tiles(config.head_dim)
-    parts = _parts(config.num_key_value_heads, tiles)
-    feedback, steps = _feedback_arguments(rotation, config.head_dim)
-    arguments, constants = append_arguments(cache, rotation, key, value, new_lengths, parts)
-    _append_kernel[(parts, triton.cdiv(batch, ENTRIES))](
-        batch, *arguments, *feedback, **constants, ENTRIES=ENTRIES, **steps, **tiles
-    )
+    prepared(cache, rotation, key, value, new_lengths, "append.triton", _launch)
 
 
-def append_arguments(
-    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor, parts: int
-) -> tuple[tuple, dict[str, int]]:
-    """Checked arguments and constants of an append kernel whose `parts` programs read each count."""
-    config, batch = cache.config, cache.batch
-    heads, head_dim = config.num_key_value_heads, config.head_dim
+def _launch(cache, rotation) -> Launch:
+    tiles = _flush_tiles(cache.config.head_dim)
+    parts = _parts(cache.config.num_key_value_heads, tiles)
+    fixed = fixed_arguments(cache, rotation, parts) | _feedback_arguments(rotation, cache.config.head_dim)
+    fixed |= {"batch": cache.batch, "ENTRIES": ENTRIES}
+    options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg") if name in tiles}
+    grid = (parts, triton.cdiv(cache.batch, ENTRIES))
+    return Launch(_append_kernel, grid, CHANGING, fixed | tiles, **options)
+
+
+CHANGING = ("key_ptr", "value_ptr", "new_lengths_ptr")
+
+
+def prepared(
+    cache, rotation, key: torch.Tensor, value: torch.Tensor, new_lengths: torch.Tensor, kernel: str,
+    prepare: Callable[[Any, Any], Launch],
+) -> None:  # fmt: skip
+    """Checks the rows and launches what `prepare` makes of cache and rotation, the first time."""
+    launch = remembered(cache, rotation, (kernel, new_lengths.dtype), lambda: prepare(cache, rotation))
+    config = cache.config
+    expected = (cache.batch, 1, config.num_key_value_heads, config.head_dim)
     for name, rows in (("key", key), ("value", value)):
-        if rows.shape != (batch, 1, heads, head_dim):
-            raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {(batch, 1, heads, head_dim)}")
+        if rows.shape != expected:
+            raise ShapeError(f"{name} rows {tuple(rows.shape)}, expected {expected}")
+    launch(int32_pairs(key.contiguous()), int32_pairs(value.contiguous()), new_lengths)
+
+
+def fixed_arguments(cache, rotation, parts: int) -> dict[str, Any]:
+    """Arguments and constants of an append kernel whose `parts` programs read each count, by name."""
+    config = cache.config
+    heads = config.num_key_value_heads
     check_device(cache.window_key)
     shift = int(cache.capacity + 1).bit_length()
     if parts << shift > 1 << 31:
         raise NotImplementedError(f"{heads} key/value heads with tables for {cache.capacity} tokens")
-    arguments = (
-        int32_pairs(key.contiguous()), int32_pairs(value.contiguous()), new_lengths, cache.lengths,
-        cache.history_pages, shift, cache.page_table, cache.page_table.shape[1], cache.window_table,
-        *_windows(cache),
-        *_rotation_arguments(rotation, heads), *_int2_arguments(cache),
-    )  # fmt: skip
-    slots = triton.next_power_of_2(config.window_slots)
-    constants = {"SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots, "SLOTS": slots}
-    return arguments, {**constants, "K": heads, "D": head_dim}
+    return {
+        "lengths_ptr": cache.lengths, "history_ptr": cache.history_pages, "shift": shift,
+        "page_table_ptr": cache.page_table, "stride_table": cache.page_table.shape[1],
+        "window_table_ptr": cache.window_table, "window_key_ptr": cache.window_key.view(torch.int32),
+        "window_value_ptr": cache.window_value.view(torch.int32),
+        "key_transform_ptr": rotation.key_transform, "value_transform_ptr": rotation.value_transform,
+        "key_multiplier_ptr": rotation.key_multiplier, "value_multiplier_ptr": rotation.value_multiplier,
+        "value_mean_ptr": int16_bits(rotation.value_mean),
+        "stride_rotation": rotation_stride(rotation.key_transform.shape[0], heads),
+        "key_codes_ptr": cache.key_codes, "value_codes_ptr": cache.value_codes,
+        "key_scale_ptr": int16_bits(cache.key_scale), "value_scale_ptr": int16_bits(cache.value_scale),
+        "key_page_mean_ptr": int16_bits(cache.key_page_mean),
+        "SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots,
+        "SLOTS": triton.next_power_of_2(config.window_slots), "K": heads, "D": config.head_dim,
+    }  # fmt: skip
 
 
-def _feedback_arguments(rotation, head_dim: int) -> tuple[tuple[torch.Tensor | None, ...], dict[str, int]]:
+def _feedback_arguments(rotation, head_dim: int) -> dict[str, Any]:
     """The feedback of both roles as the plain kernel takes it, None and 0 blocks where there is none."""
-    arrays: list[torch.Tensor | None] = []
-    steps = {}
+    arguments = {}
     for role in ("key", "value"):
         feedback = getattr(rotation, f"{role}_feedback", None)
         if feedback is not None and head_dim > HEAD_DIM_MAX:
             raise NotImplementedError(f"head_dim {head_dim}: sequential up to {HEAD_DIM_MAX}")
-        arrays += [None, None] if feedback is None else [feedback.matrix.contiguous(), feedback.shift]
-        steps[f"{role.upper()}_STEPS"] = 0 if feedback is None else feedback.steps
-    return tuple(arrays), steps
+        arguments[f"{role}_feedback_ptr"] = None if feedback is None else feedback.matrix.contiguous()
+        arguments[f"{role}_shift_ptr"] = None if feedback is None else feedback.shift
+        arguments[f"{role.upper()}_STEPS"] = 0 if feedback is None else feedback.steps
+    return arguments
 
 
 def _parts(heads: int, tiles: dict[str, int]) -> int:
     """Programs that share the pages of all heads and both roles."""
     return 2 * heads * fmt.PAGE_TOKENS // tiles["ROWS"]
-
-
-def _windows(cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """The window arrays as int32 pairs of bf16, in place."""
-    return cache.window_key.view(torch.int32), cache.window_value.view(torch.int32)
-
-
-def _rotation_arguments(rotation, heads: int) -> tuple[torch.Tensor | int, ...]:
-    """The rotation as the append kernels take it."""
-    multipliers = (rotation.key_multiplier, rotation.value_multiplier)
-    stride = rotation_stride(rotation.key_transform.shape[0], heads)
-    return (
-        rotation.key_transform,
-        rotation.value_transform,
-        *multipliers,
-        int16_bits(rotation.value_mean),
-        stride,
-    )
-
-
-def _int2_arguments(cache) -> tuple[torch.Tensor, ...]:
-    """The INT2 arrays as the append kernels take them."""
-    scales = (int16_bits(cache.key_scale), int16_bits(cache.value_scale))
-    return cache.key_codes, cache.value_codes, *scales, int16_bits(cache.key_page_mean)

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core import cache_format as fmt
 from ..launch.aggregate import aggregate
+from ..launch.repeated import Launch, remembered
 from ..launch.tensors import check_hopper
 from . import triton as plain
 from .gluon_warp import (
@@ -480,7 +481,8 @@ def _reserve_shared_memory(kernel) -> None:
     A launch that starts early shares multiprocessors with the one before it, and their division between cache
     and shared memory: the stage must not find less than it needs.
     """
-    _set_carveout(kernel.function)
+    if kernel is not None:
+        _set_carveout(kernel.function)
 
 
 @functools.cache
@@ -509,43 +511,72 @@ def decode_attention(
     head_dim other than 64, 128, 256, more than 16 query heads per key/value head) before anything is
     allocated. CUDA-graph capturable.
     """
-    check_hopper(query)
-    if query.shape[-1] not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
-    group = plain.query_group(query, cache)
-    padded_group = max(4, triton.next_power_of_2(group))
-    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    heads, batch = query.shape[1] // group, query.shape[0]
-    blocks = _blocks(query.shape[-1], padded_group)
-    pieces = blocks * processors // heads
-    # A piece that goes over the end of a sequence starts and ends twice. Where sequences have one length none
-    # does if there are as many pieces for each; but not at the price of too many idle multiprocessors.
-    aligned = pieces // batch * batch
-    if 16 * aligned >= 15 * pieces:
-        pieces = aligned
-    plan = plain.plan_decode(
-        query, cache, rotation, sliding_window, programs=heads * pieces, window_pages=_window_pages(batch)
+    key = plain.step_key(query, softmax_scale, sliding_window, sink_logits, dtype)
+    step = remembered(
+        cache, rotation, key, lambda: _Step(query, cache, rotation, *key[3:5], sink_logits, dtype)
     )
-    plain.check_sinks(plan, sink_logits)
-    query = query.contiguous()
-    rotated, kernel = plain.rotate(plan, query, rotation.query_transform, EARLY=True)
-    _reserve_shared_memory(kernel)
-    o, lse = plain.allocate_partials(plan, query.device)
-    kernel = _stage_kernel[(plan.pieces * plan.heads,)](
-        query, rotated, cache.key_codes, cache.value_codes,
-        cache.key_page_mean.view(torch.int16), cache.key_scale.view(torch.int16),
-        cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
-        cache.window_value.view(torch.int16), cache.page_table, cache.page_table.shape[1],
-        cache.window_table, cache.lengths, cache.history_pages, softmax_scale * plain.LOG2_E,
-        sliding_window or 0, plan.batch, plan.pieces, o, lse,
-        K=plan.heads, G=plan.group, GP=plan.padded_group, D=plan.head_dim, SINK_PAGES=plan.sink_pages,
-        RECENT_SLOTS=plan.recent_slots, WINDOW_PAGES=plan.window_pages, SLIDING=sliding_window is not None,
-        BATCH_P=plan.padded_batch, STAGES=RING_PAGES,
-        EXACT_QUERY=query.dtype == torch.bfloat16, num_warps=WARPS.value,
-        maxnreg=min(255, 65536 // (32 * WARPS.value * blocks)), launch_pdl=True,
-    )  # fmt: skip
-    _reserve_shared_memory(kernel)
-    out, kernels = plain.merge(plan, o, lse, cache, rotation, sink_logits, dtype, EARLY=True, launch_pdl=True)
-    for kernel in kernels:
-        _reserve_shared_memory(kernel)
-    return out
+    return step(query.contiguous(), sink_logits)
+
+
+class _Step:
+    """The launches of a decode step over one cache."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        cache,
+        rotation,
+        softmax_scale: float,
+        sliding_window: int | None,
+        sink_logits: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        check_hopper(query)
+        if query.shape[-1] not in HEAD_DIMS:
+            raise NotImplementedError(f"head_dim {query.shape[-1]}, the Gluon kernel serves {HEAD_DIMS}")
+        group = plain.query_group(query, cache)
+        padded_group = max(4, triton.next_power_of_2(group))
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        heads, batch = query.shape[1] // group, query.shape[0]
+        blocks = _blocks(query.shape[-1], padded_group)
+        pieces = blocks * processors // heads
+        # A piece that goes over the end of a sequence starts and ends twice. Where sequences have one length
+        # none does if there are as many pieces for each; but not at the price of too many idle
+        # multiprocessors.
+        aligned = pieces // batch * batch
+        if 16 * aligned >= 15 * pieces:
+            pieces = aligned
+        self.plan = plan = plain.plan_decode(
+            query, cache, rotation, sliding_window, programs=heads * pieces,
+            window_pages=_window_pages(batch),
+        )  # fmt: skip
+        plain.check_sinks(plan, sink_logits)
+        self.rotate = plain.Rotation(plan, rotation.query_transform, rows_dtype=query.dtype, EARLY=True)
+        self.merge = plain.Merge(
+            plan, cache, rotation, sinks=sink_logits is not None, dtype=dtype, EARLY=True, launch_pdl=True
+        )
+        fixed = {
+            "key_codes_ptr": cache.key_codes, "value_codes_ptr": cache.value_codes,
+            **plain.stage_arrays(cache), "softmax_scale": softmax_scale * plain.LOG2_E,
+            "sliding_window": sliding_window or 0, "batch": plan.batch, "pieces": plan.pieces,
+            "K": plan.heads, "G": plan.group, "GP": plan.padded_group, "D": plan.head_dim,
+            "SINK_PAGES": plan.sink_pages, "RECENT_SLOTS": plan.recent_slots,
+            "WINDOW_PAGES": plan.window_pages, "SLIDING": sliding_window is not None,
+            "BATCH_P": plan.padded_batch, "STAGES": RING_PAGES,
+            "EXACT_QUERY": query.dtype == torch.bfloat16,
+        }  # fmt: skip
+        changing = ("query_ptr", "rotated_ptr", "o_ptr", "lse_ptr")
+        self.stage = Launch(
+            _stage_kernel, (plan.pieces * plan.heads,), changing, fixed, num_warps=WARPS.value,
+            maxnreg=min(255, 65536 // (32 * WARPS.value * blocks)), launch_pdl=True,
+        )  # fmt: skip
+
+    def __call__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+        rotated, first = self.rotate(query)
+        _reserve_shared_memory(first)
+        o, lse = plain.allocate_partials(self.plan, query.device)
+        _reserve_shared_memory(self.stage(query, rotated, o, lse))
+        out, kernels = self.merge(o, lse, sink_logits)
+        for kernel in kernels:
+            _reserve_shared_memory(kernel)
+        return out

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core import cache_format as fmt
 from ...core.errors import ShapeError
+from ..launch.repeated import Launch, remembered
 from ..launch.tensors import check_device, rotation_stride
 
 PAGE = tl.constexpr(fmt.PAGE_TOKENS)
@@ -671,29 +672,55 @@ def check_sinks(plan: DecodePlan, sink_logits: torch.Tensor | None) -> None:
         raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected ({query_heads},)")
 
 
-def rotate(
-    plan: DecodePlan,
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    addend: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
-    **launch: bool,
-) -> tuple[torch.Tensor, Any]:
-    """Launches rows [B, N, D] @ matrix [K or 1, D, D] -> [B, N, D] of `dtype`, and the compiled kernel.
+def step_key(
+    query: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:
+    """What the launches of a decode step depend on beside the cache and the rotation."""
+    sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
+    return query.shape, query.dtype, query.device, softmax_scale, sliding_window, sinks, dtype
 
-    addend (float32 [B, N, D], weight float32 [B, N], mean bf16 [K or 1, D]): adds the first + weight * mean.
+
+class Rotation:
+    """The launch of rows [B, N, D] @ matrix [K or 1, D, D] -> [B, N, D] of `dtype`.
+
+    With `mean`, bf16 [K or 1, D], also + added [B, N, D] + weight [B, N] * mean, both float32.
     """
-    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    added, weight, mean = (out, out, out) if addend is None else addend
-    columns, tile = 32, 16
-    grid = (triton.cdiv(plan.head_dim, columns), triton.cdiv(plan.batch * plan.group, tile), plan.heads)
-    kernel = _rotate_kernel[grid](
-        rows, matrix, plan.stride_rotation, added, weight, mean if addend is None else mean.view(torch.int16),
-        out, plan.batch,
-        K=plan.heads, G=plan.group, D=plan.head_dim, CHUNK=min(128, plan.padded_dim), COLUMNS=columns,
-        ROWS=tile, EXACT_ROWS=rows.dtype != torch.float32, BACK=addend is not None, num_warps=4, **launch,
-    )  # fmt: skip
-    return out, kernel
+
+    def __init__(
+        self,
+        plan: DecodePlan,
+        matrix: torch.Tensor,
+        mean: torch.Tensor | None = None,
+        *,
+        rows_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+        **launch: bool,
+    ) -> None:
+        columns, tile = 32, 16
+        grid = (triton.cdiv(plan.head_dim, columns), triton.cdiv(plan.batch * plan.group, tile), plan.heads)
+        fixed = {
+            "matrix_ptr": matrix, "stride_rotation": plan.stride_rotation, "batch": plan.batch,
+            "mean_ptr": matrix if mean is None else mean.view(torch.int16),
+            "K": plan.heads, "G": plan.group, "D": plan.head_dim, "CHUNK": min(128, plan.padded_dim),
+            "COLUMNS": columns, "ROWS": tile, "EXACT_ROWS": rows_dtype != torch.float32,
+            "BACK": mean is not None, "EARLY": launch.pop("EARLY"),
+        }  # fmt: skip
+        self.dtype = dtype
+        changing = ("rows_ptr", "added_ptr", "weight_ptr", "out_ptr")
+        self.launch = Launch(_rotate_kernel, grid, changing, fixed, num_warps=4, **launch)
+
+    def __call__(
+        self, rows: torch.Tensor, added: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """The result, and the compiled kernel where Triton looked for it."""
+        out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
+        if added is None or weight is None:
+            added, weight = out, out
+        return out, self.launch(rows, added, weight, out)
 
 
 def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -702,61 +729,55 @@ def allocate_partials(plan: DecodePlan, device: torch.device) -> tuple[torch.Ten
     return torch.empty((*shape, plan.head_dim), device=device), torch.empty(shape, device=device)
 
 
-def merge(
-    plan: DecodePlan,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cache,
-    rotation,
-    sink_logits: torch.Tensor | None,
-    dtype: torch.dtype,
-    **launch: bool,
-) -> tuple[torch.Tensor, list[Any]]:
-    """Launches the merge and the rotation back -> [B, N, D] of `dtype`, and the compiled kernels."""
-    shape = (plan.batch, plan.heads * plan.group)
-    if plan.batch * plan.heads * plan.group <= ROWS_OF_ONE_MERGE:
-        out = torch.empty((*shape, plan.head_dim), dtype=dtype, device=o.device)
-        transform = (rotation.output_transform, rotation.value_mean.view(torch.int16))
-        outputs = (out, out, out)
-        return out, [_launch_merge(plan, o, lse, cache, sink_logits, transform, outputs, **launch)]
-    history, window = torch.empty((2, *shape, plan.head_dim), device=o.device)
-    weight = torch.empty(shape, device=o.device)
-    outputs = (history, weight, window)
-    first = _launch_merge(plan, o, lse, cache, sink_logits, None, outputs, **launch)
-    addend = (window, weight, rotation.value_mean)
-    out, second = rotate(plan, history, rotation.output_transform, addend, dtype, **launch)
-    return out, [first, second]
+class Merge:
+    """The launches of the merge and of the rotation back: one, or two where queries are many."""
 
+    def __init__(
+        self, plan: DecodePlan, cache, rotation, *, sinks: bool, dtype: torch.dtype, **launch: bool
+    ) -> None:
+        self.plan, self.dtype = plan, dtype
+        self.back = None
+        transform, mean = rotation.output_transform, rotation.value_mean
+        if plan.batch * plan.heads * plan.group > ROWS_OF_ONE_MERGE:
+            self.back = Rotation(plan, transform, mean, dtype=dtype, **launch)
+        rotates = self.back is None
+        pieces = triton.next_power_of_2(plan.pieces // plan.batch + 1)
+        step = min(pieces, 8192 // plan.padded_dim)
+        wide = step * plan.padded_dim > 2048
+        if rotates:  # one warp holds 64 rows of 64 columns of the transform
+            columns, warps = 64, max(2, plan.padded_dim // 64) * (2 if wide else 1)
+        else:
+            columns, warps = plan.padded_dim, step * plan.padded_dim // 2048 if wide else 1
+        fixed = {
+            "history_ptr": cache.history_pages, "lengths_ptr": cache.lengths,
+            "table_pages": cache.page_table.shape[1], "sliding_window": plan.sliding_window or 0,
+            "batch": plan.batch, "pieces": plan.pieces, "transform_ptr": transform,
+            "value_mean_ptr": mean.view(torch.int16), "stride_rotation": plan.stride_rotation,
+            "K": plan.heads, "G": plan.group, "D": plan.head_dim, "DP": plan.padded_dim,
+            "SINK_PAGES": plan.sink_pages, "SLOTS": plan.slots,
+            "SLOTS_P": triton.next_power_of_2(plan.slots), "WINDOW_PAGES": plan.window_pages,
+            "SLIDING": plan.sliding_window is not None, "BATCH_P": plan.padded_batch,
+            "PIECES_P": triton.next_power_of_2(plan.pieces + 1), "STEP": step, "COLUMNS": columns,
+            "SINK_LOGITS": sinks, "ROTATE": rotates, "EARLY": launch.pop("EARLY"),
+        }  # fmt: skip
+        grid = (plan.padded_dim // columns, plan.batch * plan.heads * plan.group)
+        changing = ("o_ptr", "lse_ptr", "sink_ptr", "out_ptr", "weight_ptr", "window_ptr")
+        self.launch = Launch(_merge_kernel, grid, changing, fixed, num_warps=warps, **launch)
 
-def _launch_merge(
-    plan: DecodePlan,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cache,
-    sink_logits: torch.Tensor | None,
-    transform: tuple[torch.Tensor, torch.Tensor] | None,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    **launch: bool,
-) -> Any:
-    """Launches `_merge_kernel`, which rotates back if there is a `transform` (matrix, value mean)."""
-    pieces = triton.next_power_of_2(plan.pieces // plan.batch + 1)
-    step = min(pieces, 8192 // plan.padded_dim)
-    wide = step * plan.padded_dim > 2048
-    if transform is None:
-        columns, warps = plan.padded_dim, step * plan.padded_dim // 2048 if wide else 1
-    else:  # one warp holds 64 rows of 64 columns of the transform
-        columns, warps = 64, max(2, plan.padded_dim // 64) * (2 if wide else 1)
-    matrix, mean = (o, o) if transform is None else transform
-    return _merge_kernel[(plan.padded_dim // columns, plan.batch * plan.heads * plan.group)](
-        o, lse, cache.history_pages, cache.lengths, cache.page_table.shape[1], plan.sliding_window or 0,
-        plan.batch, plan.pieces, matrix, mean, plan.stride_rotation,
-        lse if sink_logits is None else sink_logits, *outputs,
-        K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, SINK_PAGES=plan.sink_pages,
-        SLOTS=plan.slots, SLOTS_P=triton.next_power_of_2(plan.slots), WINDOW_PAGES=plan.window_pages,
-        SLIDING=plan.sliding_window is not None, BATCH_P=plan.padded_batch,
-        PIECES_P=triton.next_power_of_2(plan.pieces + 1), STEP=step, COLUMNS=columns,
-        SINK_LOGITS=sink_logits is not None, ROTATE=transform is not None, num_warps=warps, **launch,
-    )  # fmt: skip
+    def __call__(
+        self, o: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """[B, N, D], and the compiled kernels where Triton looked for them."""
+        plan, sinks = self.plan, lse if sink_logits is None else sink_logits
+        shape = (plan.batch, plan.heads * plan.group)
+        if self.back is None:
+            out = torch.empty((*shape, plan.head_dim), dtype=self.dtype, device=o.device)
+            return out, [self.launch(o, lse, sinks, out, out, out)]
+        history, window = torch.empty((2, *shape, plan.head_dim), device=o.device)
+        weight = torch.empty(shape, device=o.device)
+        first = self.launch(o, lse, sinks, history, weight, window)
+        out, second = self.back(history, window, weight)
+        return out, [first, second]
 
 
 def decode_attention(
@@ -776,31 +797,71 @@ def decode_attention(
     sequence of length 0 yields zeros, one that has overflowed NaN. Raises ShapeError; NotImplementedError
     (device, more than 16 query heads per key/value head) before anything is allocated.
     """
-    tuning = TUNING[_padded_dim(query.shape[-1])]
-    plan = plan_decode(
-        query, cache, rotation, sliding_window,
-        programs=tuning.programs * _processors(query.device), window_pages=tuning.window_pages,
-    )  # fmt: skip
-    check_sinks(plan, sink_logits)
-    query = query.contiguous()
-    rotated, _ = rotate(plan, query, rotation.query_transform, EARLY=False)
-    o, lse = allocate_partials(plan, query.device)
-    rows = 8 if plan.group <= 8 else 16
-    max_pages = cache.page_table.shape[1]
-    page_score = torch.empty((plan.batch, plan.heads, max_pages, rows), device=query.device)
-    _stage_kernel[(plan.pieces * plan.heads,)](
-        query, rotated, page_score, cache.key_codes.view(torch.int16), cache.value_codes.view(torch.int16),
-        cache.key_page_mean.view(torch.int16), cache.key_scale.view(torch.int16),
-        cache.value_scale.view(torch.int16), cache.window_key.view(torch.int16),
-        cache.window_value.view(torch.int16), cache.page_table, max_pages, cache.window_table, cache.lengths,
-        cache.history_pages, softmax_scale * LOG2_E, sliding_window or 0, plan.batch, plan.pieces, o, lse,
-        K=plan.heads, G=plan.group, D=plan.head_dim, DP=plan.padded_dim, ROWS=rows,
-        CHUNK=min(plan.padded_dim, 128), SINK_PAGES=plan.sink_pages, RECENT_SLOTS=plan.recent_slots,
-        WINDOW_PAGES=plan.window_pages, SLIDING=sliding_window is not None, BATCH_P=plan.padded_batch,
-        WINDOW_STEP=16, EXACT_QUERY=query.dtype != torch.float32, num_warps=tuning.warps,
-        num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
-    )  # fmt: skip
-    return merge(plan, o, lse, cache, rotation, sink_logits, dtype, EARLY=False)[0]
+    key = step_key(query, softmax_scale, sliding_window, sink_logits, dtype)
+    step = remembered(
+        cache, rotation, key, lambda: _Step(query, cache, rotation, *key[3:5], sink_logits, dtype)
+    )
+    return step(query.contiguous(), sink_logits)
+
+
+class _Step:
+    """The launches of a decode step over one cache."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        cache,
+        rotation,
+        softmax_scale: float,
+        sliding_window: int | None,
+        sink_logits: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        tuning = TUNING[_padded_dim(query.shape[-1])]
+        self.plan = plan = plan_decode(
+            query, cache, rotation, sliding_window,
+            programs=tuning.programs * _processors(query.device), window_pages=tuning.window_pages,
+        )  # fmt: skip
+        check_sinks(plan, sink_logits)
+        self.rotate = Rotation(plan, rotation.query_transform, rows_dtype=query.dtype, EARLY=False)
+        self.merge = Merge(plan, cache, rotation, sinks=sink_logits is not None, dtype=dtype, EARLY=False)
+        rows = 8 if plan.group <= 8 else 16
+        self.score_shape = (plan.batch, plan.heads, cache.page_table.shape[1], rows)
+        fixed = {
+            "key_codes_ptr": cache.key_codes.view(torch.int16),
+            "value_codes_ptr": cache.value_codes.view(torch.int16), **stage_arrays(cache),
+            "softmax_scale": softmax_scale * LOG2_E, "sliding_window": sliding_window or 0,
+            "batch": plan.batch, "pieces": plan.pieces,
+            "K": plan.heads, "G": plan.group, "D": plan.head_dim, "DP": plan.padded_dim, "ROWS": rows,
+            "CHUNK": min(plan.padded_dim, 128), "SINK_PAGES": plan.sink_pages,
+            "RECENT_SLOTS": plan.recent_slots, "WINDOW_PAGES": plan.window_pages,
+            "SLIDING": sliding_window is not None, "BATCH_P": plan.padded_batch, "WINDOW_STEP": 16,
+            "EXACT_QUERY": query.dtype != torch.float32,
+        }  # fmt: skip
+        changing = ("query_ptr", "rotated_ptr", "page_score_ptr", "o_ptr", "lse_ptr")
+        self.stage = Launch(
+            _stage_kernel, (plan.pieces * plan.heads,), changing, fixed, num_warps=tuning.warps,
+            num_stages=tuning.stages, maxnreg=tuning.registers if plan.group <= 8 else None,
+        )  # fmt: skip
+
+    def __call__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+        rotated, _ = self.rotate(query)
+        o, lse = allocate_partials(self.plan, query.device)
+        page_score = torch.empty(self.score_shape, device=query.device)
+        self.stage(query, rotated, page_score, o, lse)
+        return self.merge(o, lse, sink_logits)[0]
+
+
+def stage_arrays(cache) -> dict[str, Any]:
+    """The arrays of a cache, but the codes, as the stage kernels name them."""
+    return {
+        "mean_ptr": cache.key_page_mean.view(torch.int16), "key_scale_ptr": cache.key_scale.view(torch.int16),
+        "value_scale_ptr": cache.value_scale.view(torch.int16),
+        "window_key_ptr": cache.window_key.view(torch.int16),
+        "window_value_ptr": cache.window_value.view(torch.int16), "page_table_ptr": cache.page_table,
+        "stride_table": cache.page_table.shape[1], "window_table_ptr": cache.window_table,
+        "lengths_ptr": cache.lengths, "history_ptr": cache.history_pages,
+    }  # fmt: skip
 
 
 def _padded_dim(head_dim: int) -> int:

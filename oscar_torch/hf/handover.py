@@ -1,0 +1,65 @@
+"""What one function that transformers calls leaves for the next, per thread.
+
+`Cache.update` announces its layer to the attention function, which gets the keys but no cache;
+`get_mask_sizes` announces it to the mask function.
+"""
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .layer import OscarLayer
+
+_handover = threading.local()
+
+
+def interrupted(columns: int) -> ConfigError:
+    """The refusal of a step after one that an exception ended, before which there were `columns` columns."""
+    back = f"crop({columns}), which goes back to before it, or " if columns else ""
+    return ConfigError(f"an exception interrupted a step, layers have parts of it; allowed: {back}reset()")
+
+
+def announce(layer: "OscarLayer", key: Tensor) -> None:
+    """Notes that the attention over `key` is that of `layer`."""
+    _handover.layer, _handover.key = layer, key
+
+
+def take_announced(key: Tensor) -> "OscarLayer | None":
+    """The layer whose `update` returned `key`, once; None if no OscarCache did.
+
+    Raises ConfigError where an update came, but with other keys: a model that changes them afterwards.
+    """
+    layer, announced = getattr(_handover, "layer", None), getattr(_handover, "key", None)
+    _handover.layer = _handover.key = None
+    if layer is None or announced is None:
+        return None
+    if announced.data_ptr() != key.data_ptr() or announced.shape != key.shape:
+        raise ConfigError(
+            f"layer {layer.layer_id} stores keys {tuple(announced.shape)}, but attention got others, "
+            f"{tuple(key.shape)}; allowed: the keys that OscarCache.update returned"
+        )
+    return layer
+
+
+def request_mask(layer: "OscarLayer", columns: int | Tensor, new_columns: int) -> None:
+    """Notes that the next mask is for an OscarCache, which the mask function is not told."""
+    _handover.mask = (weakref.ref(layer), columns, new_columns)
+
+
+def take_mask_request(columns: int | Tensor, new_columns: int) -> "OscarLayer | None":
+    """The layer that was just asked for the sizes of a mask over `columns` and `new_columns`, once."""
+    request = getattr(_handover, "mask", None)
+    _handover.mask = None
+    if request is None or request[1:] != (columns, new_columns):
+        return None
+    return request[0]()
+
+
+def forget_handover() -> None:
+    """Drops an announcement that no attention call has taken."""
+    _handover.layer = _handover.key = None
