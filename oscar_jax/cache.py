@@ -44,19 +44,27 @@ def allocate_layer_cache(
     max_length: int,
     num_pages: int | None = None,
     num_window_pages: int | None = None,
+    *,
+    chunk: int = 512,
 ) -> LayerCache:
     """An empty cache for `batch` sequences of up to `max_length` tokens each.
 
     By default every sequence owns its pages (tables are filled in order). With `num_pages` or
     `num_window_pages` the pools have that many physical pages (page 0 included) and the tables are all 0:
-    an allocator fills them. Raises ConfigError.
+    an allocator fills them. Where the config has a window, a sequence owns as many INT2 pages as the window
+    can reach, or one append of `chunk` tokens completes, and takes them again in turn. Raises ConfigError.
     """
     if batch < 1 or max_length < 1:
         raise ConfigError(f"batch = {batch}, max_length = {max_length}: both must be at least 1")
     max_pages = max(1, config.history_pages(max_length))
     slots = config.window_slots
     owned = num_pages is None and num_window_pages is None
-    pages = num_pages if num_pages is not None else 1 + batch * max_pages
+    if config.window is not None and not owned:
+        raise ConfigError(f"window = {config.window} with num_pages: an allocator keeps all pages")
+    kept = max_pages
+    if config.window is not None:
+        kept = min(max_pages, max(-(-config.window // PAGE) + 1, -(-chunk // PAGE)))
+    pages = num_pages if num_pages is not None else 1 + batch * kept
     window_pages = num_window_pages if num_window_pages is not None else 1 + batch * slots
     if pages < 1 or window_pages < 1:
         raise ConfigError(f"num_pages = {pages}, num_window_pages = {window_pages}: page 0 is always there")
@@ -68,14 +76,16 @@ def allocate_layer_cache(
     dtypes = {**fmt.INT2_ARRAYS, **fmt.WINDOW_ARRAYS}
     arrays = {name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()}
 
-    def table(columns: int) -> jax.Array:
-        entries = 1 + jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
+    def table(columns: int, own: int) -> jax.Array:
+        """Column i of a sequence is its page i modulo the number of its own pages."""
+        first = 1 + own * jnp.arange(batch, dtype=jnp.int32)[:, None]
+        entries = first + jnp.arange(columns, dtype=jnp.int32) % own
         return entries if owned else jnp.zeros_like(entries)
 
     return LayerCache(
         **arrays,
-        page_table=table(max_pages),
-        window_table=table(slots),
+        page_table=table(max_pages, kept),
+        window_table=table(slots, slots),
         lengths=jnp.zeros(batch, jnp.int32),
         history_pages=jnp.zeros(batch, jnp.int32),
         config=config,
@@ -263,9 +273,18 @@ def _lengths_after(
 def read_layer_cache(
     cache: LayerCache, rotation: RotationArrays, sequence: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed."""
+    """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed.
+
+    Raises OscarError where pages behind a window were given up.
+    """
     config = cache.config
     length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
+    kept = (cache.key_codes.shape[0] - 1) // cache.batch
+    if config.window is not None and history > kept:
+        raise OscarError(
+            f"sequence {sequence} has given up INT2 pages 0..{history - kept - 1} of {history}, behind its "
+            f"window of {config.window} tokens"
+        )
     table = cache.page_table[sequence, :history]
     key_history = dequantize_key_pages(
         cache.key_codes[table], cache.key_scale[table], cache.key_page_mean[table], rotation.query_transform
@@ -289,12 +308,12 @@ def live_bytes(cache: LayerCache | DenseCache, sliding_window: int | None = None
     """Exact bytes of the tokens stored now, against the same tokens in BF16.
 
     Returns int2, window, total, bfloat16 (bytes of the same tokens as BF16 rows; of a layer with a sliding
-    window, which a ring's own is by default, only as many as a BF16 ring keeps), allocated (bytes of all
+    window, which the cache's own is by default, only as many as a BF16 ring keeps), allocated (bytes of all
     arrays), int2_pages, window_pages and tokens. Sequences that share a page count it once.
     """
     lengths = np.asarray(cache.lengths)
-    if sliding_window is None and isinstance(cache, DenseCache):
-        sliding_window = cache.window
+    if sliding_window is None:
+        sliding_window = cache.window if isinstance(cache, DenseCache) else cache.config.window
     kept = int((lengths if sliding_window is None else np.minimum(lengths, sliding_window)).sum())
     if isinstance(cache, DenseCache):
         row = 2 * cache.key.shape[2] * cache.key.shape[3] * cache.key.dtype.itemsize

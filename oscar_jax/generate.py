@@ -262,6 +262,7 @@ class Generator:
                 -(-longest // self.chunk) * self.chunk,
                 kind=self.cache,
                 window_policy=self.window_policy,
+                chunk=self.chunk,
             )
         else:
             if capacity:
@@ -612,7 +613,8 @@ def _check_geometry(
             fits = isinstance(cache, RecurrentState) and cache.fits(config.linear)
         elif layer in paged:
             wanted = f"INT2 pages of {geometry}"
-            fits = isinstance(cache, LayerCache) and cache.config == geometry
+            known = geometry, dataclasses.replace(geometry, window=window)  # all pages kept, or given up
+            fits = isinstance(cache, LayerCache) and cache.config in known
         else:
             wanted = f"BF16 rows of {rows[0]} heads x {rows[1]}, window {window}"
             fits = isinstance(cache, DenseCache) and (cache.window, cache.key.shape[2:]) == (window, rows)

@@ -169,12 +169,11 @@ def check_query(
     check_softcap(softcap)
     if isinstance(cache, LayerCache):
         check_rotation(cache, rotation)
-    elif cache.window is not None and (
-        sliding_window is None or (isinstance(sliding_window, int) and sliding_window > cache.window)
+    kept = cache.config.window if isinstance(cache, LayerCache) else cache.window
+    if kept is not None and (
+        sliding_window is None or (isinstance(sliding_window, int) and sliding_window > kept)
     ):
-        raise ConfigError(
-            f"sliding_window = {sliding_window}, allowed: 1..{cache.window}, which the ring keeps"
-        )
+        raise ConfigError(f"sliding_window = {sliding_window}, allowed: 1..{kept}, which the cache keeps")
 
 
 def check_softcap(softcap: float | None) -> None:
@@ -209,6 +208,14 @@ def check_rows(
         raise ShapeError(
             f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
         )
+    if isinstance(cache, LayerCache) and cache.config.window is not None:
+        own = (cache.key_codes.shape[0] - 1) // cache.batch
+        room = PAGE * own
+        if own < cache.page_table.shape[1] and key.shape[1] > room:  # one append writes a page once
+            raise ShapeError(
+                f"a chunk of {key.shape[1]} tokens, allowed: 1..{room} where pages behind a window of "
+                f"{cache.config.window} are given up (chunk = ... of allocate_layer_cache)"
+            )
     _require_array("new_lengths", new_lengths)
     if tuple(new_lengths.shape) != (cache.batch,):
         raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")

@@ -5,6 +5,7 @@ and read. `DenseCache` is the BF16 cache beside it: the baseline, and the ring o
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Protocol
 
@@ -61,7 +62,6 @@ class LayerCache:
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
 
-    known_rotation = None  # the last one that was checked; no field either
     # `history_pages` on the host, where a caller keeps count: spares kernels that need it the wait.
     known_history = None  # or list[int]; no field: it is not part of the cache's content
     # What `triton_kernels/launch/repeated.py` keeps between steps; no field either.
@@ -178,12 +178,11 @@ def check_query(
     check_softcap(softcap)
     if isinstance(cache, LayerCache):
         check_rotation(cache, rotation)
-    elif cache.window is not None and (
-        sliding_window is None or (isinstance(sliding_window, int) and sliding_window > cache.window)
+    kept = cache.config.window if isinstance(cache, LayerCache) else cache.window
+    if kept is not None and (
+        sliding_window is None or (isinstance(sliding_window, int) and sliding_window > kept)
     ):
-        raise ConfigError(
-            f"sliding_window = {sliding_window}, allowed: 1..{cache.window}, which the ring keeps"
-        )
+        raise ConfigError(f"sliding_window = {sliding_window}, allowed: 1..{kept}, which the cache keeps")
 
 
 def check_softcap(softcap: float | None) -> None:
@@ -216,6 +215,14 @@ def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_l
         raise ShapeError(
             f"key rows {tuple(key.shape)} and value rows {tuple(value.shape)} must be equal and not empty"
         )
+    if isinstance(cache, LayerCache) and cache.config.window is not None:
+        own = (cache.key_codes.shape[0] - 1) // cache.batch
+        room = PAGE * own
+        if own < cache.page_table.shape[1] and key.shape[1] > room:  # one append writes a page once
+            raise ShapeError(
+                f"a chunk of {key.shape[1]} tokens, allowed: 1..{room} where pages behind a window of "
+                f"{cache.config.window} are given up (chunk = ... of allocate_layer_cache)"
+            )
     _require_array("new_lengths", new_lengths)
     if tuple(new_lengths.shape) != (cache.batch,):
         raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
@@ -226,24 +233,28 @@ def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_l
 
 def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
     """Raises ShapeError or DTypeError unless the rotation has the heads and the head_dim of the cache."""
-    if rotation is not None and cache.known_rotation is rotation:
-        return
     if rotation is None:
         raise ShapeError(f"rotation is None, an INT2 cache needs one of {cache.heads} or 1 heads")
     heads = rotation.key_transform.shape[0]
     if heads not in (1, cache.heads):
         raise ShapeError(f"rotation of {heads} heads, expected 1 or {cache.heads}")
-    shapes = fmt.rotation_field_shapes(heads, cache.head_dim)
-    for name, dtype in fmt.ROTATION_FIELDS.items():
-        if name == "key_mean":  # for export only
-            continue
+    for name, shape, dtype in _rotation_fields(heads, cache.head_dim):
         array = getattr(rotation, name)
         _require_array(f"rotation: {name}", array)
-        if tuple(array.shape) != shapes[name]:
-            raise ShapeError(f"rotation: {name} {tuple(array.shape)}, expected {shapes[name]}")
-        if _dtype(array) != dtype:
-            raise DTypeError(f"rotation: {name} is {_dtype(array)}, expected {dtype}")
-    cache.known_rotation = rotation  # pyright: ignore[reportAttributeAccessIssue]
+        if array.shape != shape:
+            raise ShapeError(f"rotation: {name} {tuple(array.shape)}, expected {shape}")
+        if array.dtype != dtype:
+            raise DTypeError(
+                f"rotation: {name} is {_dtype(array)}, expected {str(dtype).removeprefix('torch.')}"
+            )
+
+
+@functools.cache
+def _rotation_fields(heads: int, head_dim: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """Name, shape and dtype of what quantizer and attention read; key_mean is for export only."""
+    shapes = fmt.rotation_field_shapes(heads, head_dim)
+    names = (name for name in fmt.ROTATION_FIELDS if name != "key_mean")
+    return tuple((name, shapes[name], getattr(torch, fmt.ROTATION_FIELDS[name])) for name in names)
 
 
 def _require_float(name: str, array: Tensor) -> None:

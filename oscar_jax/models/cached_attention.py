@@ -1,5 +1,6 @@
 """Decoding through caches: the attention strategy over INT2 or BF16 layer caches, and their allocation."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,13 +81,15 @@ def allocate_model_cache(
     kind: str = "int2",
     window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
     dtype: Any = jnp.bfloat16,
+    chunk: int = 512,
     **windows: int,
 ) -> list[AnyCache]:
     """Empty caches, one per layer, for `batch` sequences of up to `max_length` tokens.
 
     kind "int2": INT2 pages, except for layers that keep a BF16 ring by `window_policy`. kind "bf16": dense,
     rings where there is a window; `dtype` other than bfloat16 is for comparisons. Either way linear layers
-    have a RecurrentState. `windows` are `sink_tokens`, `recent_tokens`. Raises ConfigError.
+    have a RecurrentState. INT2 pages that no window can reach any more are given up; `chunk`: the most tokens
+    of one append. `windows` are `sink_tokens`, `recent_tokens`. Raises ConfigError.
     """
     if kind not in CACHE_KINDS:
         raise ConfigError(f"cache kind {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
@@ -97,7 +100,8 @@ def allocate_model_cache(
         if config.linear is not None and layer in config.linear_layers:
             return allocate_recurrent_state(config.linear, batch)
         if layer in paged:
-            return allocate_layer_cache(geometry, batch, max_length)
+            behind = dataclasses.replace(geometry, window=window)
+            return allocate_layer_cache(behind, batch, max_length, chunk=chunk)
         return allocate_dense_cache(geometry, batch, max_length, window=window, dtype=dtype)
 
     return [allocate(layer, window) for layer, window in enumerate(config.layer_windows)]

@@ -58,10 +58,12 @@ class OneDevice:
         """Rotations by layer, with the heads of `config`."""
         return jax.tree.map(jnp.asarray, rotations)
 
-    def allocate(self, batch: int, max_length: int, *, kind: str, window_policy: WindowPolicy) -> Caches:
-        """Empty caches, one per layer; see `allocate_model_cache`."""
+    def allocate(
+        self, batch: int, max_length: int, *, kind: str, window_policy: WindowPolicy, chunk: int
+    ) -> Caches:
+        """Empty caches, one per layer, for appends of up to `chunk` tokens; see `allocate_model_cache`."""
         return cached_attention.allocate_model_cache(
-            self.config, batch, max_length, kind=kind, window_policy=window_policy
+            self.config, batch, max_length, kind=kind, window_policy=window_policy, chunk=chunk
         )
 
     def live_bytes(self, caches: Sequence[cached_attention.AnyCache]) -> dict[str, int]:
@@ -97,8 +99,10 @@ class OnMesh(OneDevice):
         """Rotations by layer, each device with those of its heads."""
         return on_a_mesh.place_rotations(rotations, self.mesh, self._heads)
 
-    def allocate(self, batch: int, max_length: int, *, kind: str, window_policy: WindowPolicy) -> Caches:
-        """Empty caches, one per layer; see `sharding.allocate_model_cache`."""
+    def allocate(
+        self, batch: int, max_length: int, *, kind: str, window_policy: WindowPolicy, chunk: int
+    ) -> Caches:
+        """Empty caches, one per layer; see `sharding.allocate_model_cache`, which keeps all pages."""
         return on_a_mesh.allocate_model_cache(
             self.config, batch, max_length, self.mesh, kind=kind, window_policy=window_policy
         )

@@ -20,13 +20,17 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """Geometry of one layer's cache: heads, head_dim, and the lengths of the BF16 windows in tokens."""
+    """Geometry of one layer's cache: heads, head_dim, and the lengths of the BF16 windows in tokens.
+
+    `window`: the layer's sliding window, behind which INT2 pages are given up; None keeps them all.
+    """
 
     num_key_value_heads: int
     num_query_heads: int
     head_dim: int
     sink_tokens: int = fmt.SINK_TOKENS
     recent_tokens: int = fmt.RECENT_TOKENS
+    window: int | None = None
 
     def __post_init__(self) -> None:
         _require_int("num_key_value_heads", self.num_key_value_heads, 1)
@@ -39,6 +43,8 @@ class CacheConfig:
         check_head_dim(self.head_dim)
         _require_int("sink_tokens", self.sink_tokens, 0)
         _require_int("recent_tokens", self.recent_tokens, fmt.PAGE_TOKENS)
+        if self.window is not None:
+            _require_int("window", self.window, 1)
         for name in ("sink_tokens", "recent_tokens"):
             if getattr(self, name) % fmt.PAGE_TOKENS:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not a multiple of {fmt.PAGE_TOKENS}")
