@@ -92,6 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_run_generate)
     _add_model(command)
     command.add_argument("--rotations", required=True, metavar="PATH", help="what calibrate wrote")
+    about = (
+        "name of the model in the rotations: it says that they fit, whatever the weights' fingerprint says"
+    )
+    command.add_argument("--model-id", metavar="NAME", help=about)
     command.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate")
     command = added.add_parser("inspect", help="say what a rotation set or a rotation file contains")
@@ -199,7 +203,7 @@ def _run_generate(arguments: argparse.Namespace) -> None:
     from .hf.layer import ATTENTION
 
     model, tokenizer = load_model(arguments.model, device_map=arguments.device_map)
-    cache = OscarCache(arguments.rotations, model.config)
+    cache = OscarCache(arguments.rotations, model, model_id=arguments.model_id)
     model.set_attn_implementation(ATTENTION)
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
     with torch.no_grad():

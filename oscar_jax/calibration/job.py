@@ -10,7 +10,6 @@ covariances are centered page by page and damped, and each page carries its own 
 
 import dataclasses
 import datetime
-import hashlib
 import os
 import pathlib
 import shutil
@@ -26,6 +25,7 @@ from ..evaluation import streams
 from ..evaluation.job import about_this_run
 from ..evaluation.stepper import Runner, make_runner
 from ..evaluation.subject import Progress, Subject, default_chunk, load_subject, no_progress
+from ..models.weights import weights_fingerprint
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
 from ..rotations.rotation import RotationSet, validate_rotation_set
@@ -92,7 +92,7 @@ def calibrate(
         statistics_version=statistics_file.STATISTICS_VERSION,
         document_digests=[d for stream in found for d in stream.document_digests],
     )
-    fingerprint = model_fingerprint(subject.path)
+    fingerprint = config.fingerprint or weights_fingerprint(subject.model)
     run = repr((fingerprint, [s.tolist() for s in fitted], chunk, layers, about["dtype"], about["device"]))
     header = RotationHeader(
         model_id=config.model_id,
@@ -107,7 +107,7 @@ def calibrate(
         calibration_tokens=about["fit_tokens"],
         versions=about["versions"],
         created=about["created"],
-        extra={FINGERPRINT_FIELD: config.fingerprint, "document_digests": about["document_digests"]},
+        extra={FINGERPRINT_FIELD: fingerprint, "document_digests": about["document_digests"]},
     )
     state_path = out / running_sums.STATE_FILE
     if restart:
@@ -216,20 +216,6 @@ def _fit_header(
         head_dim=head_dim,
         **choice.basis_fields(header, settings, settings.rounding, head_dim),
     )
-
-
-def model_fingerprint(path: pathlib.Path) -> str:
-    """Digest of a checkpoint's file names, sizes, first and last MiB; fast, not every byte."""
-    digest = hashlib.sha256()
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()[:16]
 
 
 def fit_rotation_set(

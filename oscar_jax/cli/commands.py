@@ -1,6 +1,7 @@
 """What each command calls and prints. Frameworks are imported inside, so that --help answers at once."""
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -248,4 +249,8 @@ def _model(arguments: argparse.Namespace) -> "Subject":
     _keep_compiled_programs(arguments.compilation_cache)
 
     with Console(stderr=True).status(f"loading {pathlib.Path(arguments.model).name}"):
-        return load_subject(arguments.model, arguments.dtype)
+        subject = load_subject(arguments.model, arguments.dtype)
+    if name := getattr(arguments, "model_id", None):  # the user says whose rotations fit
+        config = dataclasses.replace(subject.config, model_id=name, fingerprint=None)
+        return dataclasses.replace(subject, config=config)
+    return subject

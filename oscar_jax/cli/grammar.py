@@ -163,6 +163,13 @@ def _add_model(command: _Parser) -> None:
     command.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=about)
 
 
+def _add_model_id(command: _Parser) -> None:
+    about = (
+        "name of the model in the rotations: it says that they fit, whatever the weights' fingerprint says"
+    )
+    command.add_argument("--model-id", metavar="NAME", help=about)
+
+
 def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
     defaults = CalibrationConfig()
     command.add_argument("--basis", choices=bases, default="", help=about)
@@ -219,6 +226,7 @@ def _grow_evaluate(command: _Parser) -> None:
     _add_model(command)
     about = "what `oscar calibrate` wrote, or a .safetensors file"
     command.add_argument("--rotations", metavar="DIR", help=about)
+    _add_model_id(command)
     about = "one stream; may be given several times"
     command.add_argument("--text", nargs="+", action="append", metavar="TEXT", help=about)
     command.add_argument("--field", metavar="NAME", help="field of .jsonl lines that holds the text")
@@ -243,6 +251,7 @@ def _grow_evaluate(command: _Parser) -> None:
 def _grow_generate(command: _Parser) -> None:
     _add_model(command)
     command.add_argument("--rotations", metavar="DIR", help="needed for --cache int2")
+    _add_model_id(command)
     about = "default: int2 with --rotations, else bf16"
     command.add_argument("--cache", choices=("int2", "bf16"), help=about)
     about = "may be given several times: a batch"

@@ -177,13 +177,13 @@ def require_header_fits(
             raise CheckpointError(
                 f"{owner} were made for other weights (fingerprint {stored}) than those of {model} "
                 f"({fingerprint}); quantized weights count as others. "
-                f"model_id={header.model_id!r} without a fingerprint says that they fit"
+                f"model_id={header.model_id!r} without a fingerprint (--model-id) says that they fit"
             )
         return
     if model_id and header.model_id and _last_name(model_id) != _last_name(header.model_id):
         raise CheckpointError(
             f"the rotations are of model {header.model_id!r}, this is {model_id!r} "
-            f"(model_id={header.model_id!r} says that they are the same weights)"
+            f"(model_id={header.model_id!r}, or --model-id, says that they are the same weights)"
         )
 
 

@@ -12,7 +12,6 @@ counts columns, since transformers aligns its attention mask with them.
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ class OscarLayer(CacheLayerMixin):
     """The cache of one attention layer: INT2 pages between BF16 windows, or a BF16 ring.
 
     `rotation` None means a BF16 cache: a ring for `sliding_window`, else `max_length` rows.
-    `observer(query, key, value, output)`, rows [B, T, heads, D], sees every chunk (for calibration).
     """
 
     is_croppable = True
@@ -58,7 +56,6 @@ class OscarLayer(CacheLayerMixin):
         max_length: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         implementation: str | None = None,
-        observer: Callable[[Tensor, Tensor, Tensor, Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -69,7 +66,6 @@ class OscarLayer(CacheLayerMixin):
         self.max_length = max_length
         self.prefill_chunk = prefill_chunk
         self.implementation = implementation
-        self.observer = observer
         self.record_past = False
         self.prompt_columns = 0
         self._clear()
@@ -264,8 +260,6 @@ class OscarLayer(CacheLayerMixin):
                 mask = None if real is None else real[:, part]
                 outputs.append(self._attend_part(*rows, mask, is_draft=part.start > 0, **options))
             out = torch.cat(outputs, dim=1)
-        if self.observer is not None:
-            self.observer(query, key, value, out)
         self.writing = None
         return out
 
@@ -288,8 +282,6 @@ class OscarLayer(CacheLayerMixin):
             query[:, 0], store, rotation, sliding_window=self.sliding_window,
             implementation=self.implementation, **options,
         )[:, None]  # fmt: skip
-        if self.observer is not None:
-            self.observer(query, key, value, out)
         self.reached = after if self.reached == self.lengths else [max(n) for n in zip(self.reached, after)]
         self.lengths = after
         self.columns += 1
@@ -457,6 +449,10 @@ class OscarLayer(CacheLayerMixin):
         recorded = sum(key.shape[1] for key, _, _ in self._recorded)
         if self._snapshot is None or columns > recorded:
             raise QuantizedTokensError(refusal)
+        # Going back brings BF16 rows again, but no INT2 page whose place was reused meanwhile.
+        for b, removed in enumerate(tokens):
+            if isinstance(self.store, LayerCache) and (lost := self._lost(b, removed)) is not None:
+                raise QuantizedTokensError(lost)
         return dataclasses.replace(removal, by_replay=True)
 
     @torch.inference_mode(False)
@@ -495,11 +491,8 @@ class OscarLayer(CacheLayerMixin):
                         f"tokens {first}..{end - 1} are quantized, a sequence of {left} tokens has "
                         f"{wanted} INT2 pages, not {history}"
                     )
-                if removed and (lost := self._lost_page(b, left)) is not None:
-                    return (
-                        f"cannot cut sequence {b} of layer {self.layer_id} from {length} to {left} tokens: "
-                        f"its window of {self.sliding_window} needs INT2 page {lost}, whose place was reused"
-                    )
+                if (lost := self._lost(b, removed)) is not None:
+                    return lost
             elif isinstance(self.store, DenseCache) and self.sliding_window is not None:
                 slots = self.store.key.shape[1]
                 oldest = max(0, max(self.reached[b], length) - slots)
@@ -510,14 +503,20 @@ class OscarLayer(CacheLayerMixin):
                     )
         return None
 
-    def _lost_page(self, sequence: int, left: int) -> int | None:
-        """An INT2 page that one cut to `left` tokens attends to and that is kept no longer, or None."""
-        if self.sliding_window is None:
+    def _lost(self, sequence: int, removed: int) -> str | None:
+        """Why a sequence without its last tokens would attend to an INT2 page kept no longer, or None."""
+        if self.sliding_window is None or not removed:
             return None
+        length = (self.writing or self.lengths)[sequence]
+        left = length - removed
         reached = max(self.reached[sequence], self.lengths[sequence])
         oldest = max(0, left - self.sliding_window + 1 - self.config.sink_tokens) // fmt.PAGE_TOKENS
-        needed = oldest < self.config.history_pages(left)
-        return oldest if needed and oldest < self._first_page(reached) else None
+        if not oldest < min(self.config.history_pages(left), self._first_page(reached)):
+            return None
+        return (
+            f"cannot cut sequence {sequence} of layer {self.layer_id} from {length} to {left} tokens: "
+            f"its window of {self.sliding_window} needs INT2 page {oldest}, whose place was reused"
+        )
 
     def _tokens_in_last(self, columns: int) -> list[int]:
         """How many of each sequence's last columns are tokens."""

@@ -389,10 +389,7 @@ class StaticLayer(OscarLayer):
             if part.start < part.stop:
                 mask = real if real is None or prompt == columns else real[:, part]
                 outputs.append(attend(query[:, part], key[:, part], value[:, part], mask, **options))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        if self.observer is not None:
-            self.observer(query, key, value, out)
-        return out
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_prompt(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, **options: Any

@@ -148,6 +148,23 @@ def test_compiled_programs_are_kept_where_the_user_keeps_caches(tmp_path: Path) 
     assert settings("yes") == "None False\n"  # as this suite runs
 
 
+def test_the_weights_decide_and_a_name_overrides(session: Path, capsys: pytest.CaptureFixture) -> None:
+    """49: rotations of other weights are refused by every command that reads them, unless named."""
+    name = load_rotation_set(session / "rotations").header.model_id
+    read = f"--model {session}/other --rotations {session}/rotations"
+    for command in (
+        f"generate {read} --prompt abc --max-new-tokens 2",
+        f"evaluate {read} --text {session}/two.txt --context 512 --every 64 --methods int2 --out {session}/o",
+    ):
+        assert main(command.split()) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "made for other weights" in error and "--model-id" in error
+        assert main([*command.split(), "--model-id", name]) == 0, capsys.readouterr().err
+        capsys.readouterr()
+        assert main([*command.split(), "--model-id", "x"]) == 2
+        assert "this is 'x'" in capsys.readouterr().err
+
+
 def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: pytest.CaptureFixture) -> None:
     """Exit code 2 and a single line that contains the offending thing."""
     (session / "noise.txt").write_bytes(b"\xff\x00")

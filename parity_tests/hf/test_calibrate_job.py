@@ -1,6 +1,7 @@
 """From a transformers model and text to a rotation set in one call, and the command line without JAX."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,10 @@ def test_the_command_line_without_jax(tmp_path):
         tmp_path / "m"
     )
     make_model("llama", "sdpa").save_pretrained(tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "b" / "m")  # other weights of the same name
+    other = make_model("llama", "sdpa")
+    other.model.embed_tokens.weight.data.mul_(2)
+    other.save_pretrained(tmp_path / "b" / "m")
     model, rotations = str(tmp_path / "m"), str(tmp_path / "rotations")
     commands = [
         ["calibrate", "--model", model, "--text", write_text(tmp_path), "--out", rotations, "--tokens", "600",
@@ -176,6 +181,9 @@ def test_the_command_line_without_jax(tmp_path):
         ["evaluate", "--model", model],
         ["convert", rotations, str(tmp_path / "x.gguf")],
         ["--backend", "tpu", "inspect", rotations],
+        ["generate", "--model", str(tmp_path / "b" / "m"), "--rotations", rotations, "--prompt", "abc"],
+        ["generate", "--model", str(tmp_path / "b" / "m"), "--rotations", rotations, "--prompt", "abc",
+         "--max-new-tokens", "4", "--model-id", "m"],
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", ALONE],
@@ -188,7 +196,8 @@ def test_the_command_line_without_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("= ")]
-    assert codes == ["0"] * 6 + ["2"] * 3, done.stdout + done.stderr[-3000:]
+    assert codes == ["0"] * 6 + ["2"] * 4 + ["0"], done.stdout + done.stderr[-3000:]
+    assert "made for other weights" in done.stderr and "--model-id" in done.stderr
     assert (
         "pip install 'oscar-kv[demo]'" in done.stderr and "--backend tpu, allowed: jax, torch" in done.stderr
     )

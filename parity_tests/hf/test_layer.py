@@ -196,6 +196,24 @@ def check_pages(layer):
         assert all(row[page] == place for page, place in held.items())
 
 
+def test_a_replayed_crop_to_pages_that_were_given_up_is_refused():
+    """48: more drafts than recent tokens; the rows come back, the pages behind them do not."""
+    layer = make_long_window(window=64 * 8)
+    feed(layer, random_rows(1, 1400))
+    layer.activate_past_recording()
+    for start in range(0, 340, 170):
+        feed(layer, random_rows(1, 170, seed=start))
+    before = [x.clone() for x in vars(layer.store).values() if isinstance(x, torch.Tensor)]
+    with pytest.raises(
+        QuantizedTokensError, match="from 1740 to 1400 tokens: its window of 512 needs INT2 page 12"
+    ):
+        layer.crop(-340)
+    after = [x for x in vars(layer.store).values() if isinstance(x, torch.Tensor)]
+    assert layer.lengths == [1740] and all(torch.equal(x, y) for x, y in zip(before, after))
+    layer.crop(-100)  # of which all is still there
+    assert layer.lengths == [1640]
+
+
 @pytest.mark.parametrize("window", [None, 256])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_page_is_leaked_or_used_twice(window, seed):

@@ -27,6 +27,7 @@ FAMILIES = (
     Family(
         name="qwen3_5_text",
         model_types=("qwen3_5_text", "qwen3_5"),
+        gguf_architectures=(),
         text_section="text_config",
         defaults={
             **LINEAR_DEFAULTS,
@@ -45,6 +46,7 @@ FAMILIES = (
     Family(
         name="qwen3_5_moe_text",
         model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+        gguf_architectures=(),
         text_section="text_config",
         defaults={
             **LINEAR_DEFAULTS,

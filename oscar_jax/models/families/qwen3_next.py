@@ -107,6 +107,7 @@ def adapt(source: TensorSource, config: Any) -> TensorSource:
 FAMILY = Family(
     name="qwen3_next",
     model_types=("qwen3_next",),
+    gguf_architectures=(),
     defaults={
         **LINEAR_DEFAULTS,
         "vocab_size": 151_936,
