@@ -19,7 +19,8 @@ from ..rotations.store import load_rotation_set
 from .fingerprint import model_fingerprint
 from .handover import interrupted
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
-from .model_check import _hub_id, cache_config, layer_windows
+from .model_check import _hub_id, cache_config, int2_layers, layer_windows, linear_layers
+from .recurrent import RecurrentLayer
 from .static_layer import Ledger, StaticLayer
 from .tensor_parallel import model_shard, refuse_split_config
 
@@ -33,12 +34,13 @@ class OscarCache(Cache):
     rank's heads, with their part of `rotations`. With
     `max_length` (tokens per sequence) memory is allocated once, `generate` compiles its steps on a GPU, and
     longer sequences raise CacheFullError; without it the pools grow. Layers with a short sliding window keep
-    a BF16 ring by `window_policy`. `model_id`, default the hub name in the config, must be the one in the
+    a BF16 ring by `window_policy`; those with linear attention keep transformers' states, which can be
+    neither cropped nor drafted upon. `model_id`, default the hub name in the config, must be the one in the
     rotations' header. `implementation` is that of `cache.attend`. Raises ConfigError for models this cache
     cannot serve, CheckpointError for rotations of another model; nothing is allocated before.
     """
 
-    layers: list[Any]  # OscarLayer
+    layers: list[Any]  # OscarLayer, or RecurrentLayer where attention is linear
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class OscarCache(Cache):
             rotations = load_rotation_set(rotations)
         ops.check_implementation(implementation)
         ops.check_softcap_kernel(implementation, getattr(text_config, "attn_logit_softcapping", None))
-        int2 = list(window_policy.int2_layers(windows))
+        int2, linear = list(int2_layers(config, window_policy)), linear_layers(config)
         fingerprint = None
         if model is not None and model_id is None and rotations.header.extra.get(FINGERPRINT_FIELD):
             fingerprint = model_fingerprint(model)
@@ -77,6 +79,9 @@ class OscarCache(Cache):
             raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
         if max_length is not None and max_length < 1:
             raise ConfigError(f"max_length = {max_length}, allowed: >= 1 or None")
+        if linear and (max_length is not None or self.shard is not None):
+            given = "a model split over ranks" if max_length is None else f"max_length = {max_length}"
+            raise ConfigError(f"{given} with linear attention in layers {list(linear)}, allowed: neither")
         self.text_config = text_config
         self.ledger = None if max_length is None else Ledger(max_length)
         held = {layer: rotations.layers[layer] for layer in int2}
@@ -84,7 +89,9 @@ class OscarCache(Cache):
             geometry = self.shard.config(geometry)
             held = {layer: self.shard.rotation(rotation) for layer, rotation in held.items()}
 
-        def make_layer(layer: int, window: int | None) -> OscarLayer:
+        def make_layer(layer: int, window: int | None) -> OscarLayer | RecurrentLayer:
+            if layer in linear:
+                return RecurrentLayer(layer, getattr(text_config, "number_of_conv_states", 1))
             rotation = held.get(layer)
             options: dict[str, Any] = {
                 "sliding_window": window,
@@ -98,19 +105,35 @@ class OscarCache(Cache):
             return StaticLayer(layer, geometry, rotation, ledger=self.ledger, leading=leading, **options)
 
         super().__init__(layers=[make_layer(layer, window) for layer, window in enumerate(windows)])
+        self._linear = linear
+        attending = [layer for layer in range(len(windows)) if layer not in linear]
+        self._first = attending[0]
+        # Forwards that each attention layer has begun; counted only where linear layers count theirs.
+        self._steps = dict.fromkeys(attending, 0) if linear else {}
+
+    @property
+    def _attending(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [self.layers[layer] for layer in self._steps] if self._steps else self.layers
+
+    @property
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [self.layers[layer] for layer in self._linear]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Announces new rows of a layer to the attention function; raises ConfigError if that is another."""
-        if layer_idx == 0:  # once per step
+        if layer_idx == self._first:  # once per step
             implementation = getattr(self.text_config, "_attn_implementation", None)
             if implementation != ATTENTION:
                 raise ConfigError(
                     f"attn_implementation = {implementation!r}, allowed with an OscarCache: {ATTENTION!r} "
                     "(and the config given to the cache must be model.config)"
                 )
-            self._require_whole()
+            self._require_whole(begun=True)
+        if self._steps:
+            self._steps[layer_idx] += 1
         if self.shard is not None and self.shard.replicated:
             own = slice(self.shard.heads.start, self.shard.heads.stop)
             key_states, value_states = key_states[:, own], value_states[:, own]
@@ -121,11 +144,24 @@ class OscarCache(Cache):
         self._require_whole()
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def _require_whole(self) -> None:
-        """Raises ConfigError if an exception left the middle of a forward: some layers have its rows."""
-        columns = {layer.columns for layer in self.layers}
-        if len(columns) > 1 or any(layer.writing is not None for layer in self.layers):
-            raise interrupted(min(columns))
+    def _require_whole(self, *, begun: bool = False) -> None:
+        """Raises ConfigError if an exception left the middle of a forward: some layers have its rows.
+
+        `begun`: the first attention layer is about to store; linear layers before it have done their part.
+        """
+        layers = self._attending
+        columns = {layer.columns for layer in layers}
+        if len(columns) > 1 or any(layer.writing is not None for layer in layers):
+            raise interrupted(0 if self._linear else min(columns))
+        if self._linear:
+            steps = {layer.steps - (begun and layer.layer_id < self._first) for layer in self._recurrent}
+            if len(steps.union(self._steps.values())) > 1:
+                raise interrupted(0)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        super().reset()
+        self._steps = dict.fromkeys(self._steps, 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove columns from every layer or from none; see `OscarLayer.crop`.
@@ -134,8 +170,12 @@ class OscarCache(Cache):
         """
         if tokens_to_remove <= 0:
             self._require_whole()
-        removals = [layer.removable(tokens_to_remove) for layer in self.layers]
-        for layer, removal in zip(self.layers, removals):
+        layers = self._attending
+        removals = [layer.removable(tokens_to_remove) for layer in layers]
+        if any(removal.columns for removal in removals):
+            for layer in self._recurrent:
+                layer.crop(tokens_to_remove)
+        for layer, removal in zip(layers, removals):
             layer.remove(removal)
 
     def activate_past_recording(self) -> None:
@@ -144,6 +184,8 @@ class OscarCache(Cache):
         Raises ConfigError where assisted decoding is to continue a cache: transformers sends all of the
         prompt then, with what the cache holds already.
         """
+        for layer in self._recurrent:
+            layer.activate_past_recording()
         prompt = _prompt_of_the_caller()
         if prompt and (columns := self.get_seq_length()):
             raise ConfigError(
@@ -155,7 +197,7 @@ class OscarCache(Cache):
 
     def deactivate_past_recording(self) -> None:
         """Ends `activate_past_recording`: further chunks are prompts."""
-        for layer in self.layers:
+        for layer in self._attending:
             layer.deactivate_past_recording()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -177,7 +219,7 @@ class OscarCache(Cache):
     def live_bytes(self) -> dict[str, int]:
         """Sums of `cache.live_bytes` over the layers: bytes in use, bytes allocated, a BF16 cache's."""
         totals: dict[str, int] = {}
-        for layer in self.layers:
+        for layer in self._attending:
             if layer.store is not None:
                 for name, count in live_bytes(layer.store, layer.sliding_window).items():
                     totals[name] = totals.get(name, 0) + count
@@ -185,6 +227,7 @@ class OscarCache(Cache):
 
     def __deepcopy__(self, memo: Any) -> "OscarCache":
         twin = copy.copy(self)
+        twin._steps = dict(self._steps)
         if self.ledger is None:
             twin.layers = [layer.copy() for layer in self.layers]
         else:

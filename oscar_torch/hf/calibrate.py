@@ -35,7 +35,7 @@ from ..rotations.rotation import RotationSet
 from ..rotations.statistics import LayerStatistics
 from .attention import oscar_attention
 from .fingerprint import model_fingerprint
-from .model_check import _hub_id, cache_config, layer_windows
+from .model_check import _hub_id, cache_config, int2_layers
 from .positions import coded_share, layer_rope
 
 OBSERVED = "oscar_observed"
@@ -122,8 +122,7 @@ def calibrate(
         model, tokenizer = loaded[0], tokenizer or loaded[1]
     if tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer")
-    windows = layer_windows(model.config)
-    layers = (EVERY_LAYER_INT2 if all_layers else DEFAULT_WINDOW_POLICY).int2_layers(windows)
+    layers = int2_layers(model.config, EVERY_LAYER_INT2 if all_layers else DEFAULT_WINDOW_POLICY)
     if not layers:
         raise ConfigError("every layer has a short sliding window and stays BF16: all_layers fits them too")
 
@@ -211,8 +210,7 @@ def calibrate_model(
     the sequences, so it needs two. The model's attn_implementation is switched meanwhile and put back.
     `save_statistics` writes the result for `oscar fit`.
     """
-    windows = layer_windows(model.config)
-    chosen = window_policy.int2_layers(windows) if layers is None else tuple(layers)
+    chosen = int2_layers(model.config, window_policy) if layers is None else tuple(layers)
     sequences = [row for batch in token_batches for row in batch.reshape(-1, batch.shape[-1])]
     if not sequences:
         raise ConfigError("token_batches is empty, nothing to calibrate on")

@@ -5,15 +5,18 @@ from typing import Any
 
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
+from ..core.window_policy import WindowPolicy
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LINEAR = "linear_attention"  # layers with a state instead of keys and values
+LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # that were tested beside such layers
 
 
 # What a model must be.
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Sliding window of every layer, None for full attention; ConfigError names what cannot be served."""
+    """Sliding window of every layer, None for one without; ConfigError names what cannot be served."""
     text = config.get_text_config(decoder=True)
     name = type(text).__name__
 
@@ -31,18 +34,37 @@ def layer_windows(config: Any) -> list[int | None]:
     layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     if getattr(text, "num_attention_heads", None) is None:
         raise refuse("no attention heads")
-    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    types = _layer_types(text)
     if types is None:
         kind = "full_attention" if window is None else "sliding_attention"
         if getattr(text, "attention_chunk_size", None) is not None:
             kind = "chunked_attention"
         types = [kind] * layers
     for layer, kind in enumerate(types):
-        if kind not in LAYER_TYPES:
+        linear = kind == LINEAR and getattr(text, "model_type", None) in LINEAR_MODELS
+        if kind not in LAYER_TYPES and not linear:
             raise refuse(f"layer {layer} is {kind!r}")
+    if LINEAR in types and not set(types) & set(LAYER_TYPES):
+        raise refuse(f"every layer is {LINEAR!r}")
     if len(types) != layers:
         raise refuse(f"layer_types names {len(types)} of {layers} layers")
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def linear_layers(config: Any) -> tuple[int, ...]:
+    """Layers with linear attention, whose state is transformers' own."""
+    types = _layer_types(config.get_text_config(decoder=True)) or ()
+    return tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
+
+
+def int2_layers(config: Any, window_policy: WindowPolicy) -> tuple[int, ...]:
+    """Layers with INT2 pages: those with keys and values that keep no BF16 ring."""
+    linear = linear_layers(config)
+    return tuple(layer for layer in window_policy.int2_layers(layer_windows(config)) if layer not in linear)
+
+
+def _layer_types(text: Any) -> list[str] | None:
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
 
 
 def cache_config(config: Any, **windows: int) -> CacheConfig:

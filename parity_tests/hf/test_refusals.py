@@ -27,7 +27,6 @@ pytestmark = pytest.mark.hf
     [
         (tf.T5Config(), "encoder-decoder"),
         (tf.DeepseekV3Config(), "kv_lora_rank = 512"),
-        (tf.Qwen3NextConfig(), "layer 0 is 'linear_attention'"),
         (tf.JambaConfig(), "layer 0 is '(linear_attention|mamba)'"),
         (tf.Gemma3nTextConfig(), "share another layer's keys and values"),
         (tf.Llama4TextConfig(), "layer 0 is 'chunked_attention'"),
