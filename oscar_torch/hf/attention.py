@@ -220,6 +220,11 @@ def _new_tokens(
         )
     if isinstance(layer, StaticLayer):
         if attention_mask is None:
+            if not torch.compiler.is_compiling() and any(not isinstance(c, int) for c in layer.ledger.chunks):
+                raise ConfigError(
+                    f"attention_mask = None over {layer.ledger.columns} stored columns with padding among "
+                    "them, allowed: the mask of all columns"
+                )
             return None
         if isinstance(q_offset, Tensor):
             return _static_mask(layer, attention_mask, q_length)
@@ -238,12 +243,7 @@ def _static_mask(layer: StaticLayer, attention_mask: Tensor, q_length: int) -> T
             layer.ledger.expect_step(attention_mask.shape[1])
         else:
             layer.ledger.check_columns(attention_mask.shape[1], q_length)
-            stored = attention_mask[:, :-q_length].to(torch.bool)
-            if all(isinstance(chunk, int) for chunk in layer.ledger.chunks) and not stored.all():
-                raise ConfigError(
-                    f"attention mask 0 for a stored column of {stored.shape[1]} that are all tokens, "
-                    "allowed: 1, as when it was stored (crop the cache to forget the latest columns)"
-                )
+            layer.ledger.check_stored(attention_mask[:, :-q_length].to(torch.bool))
     if q_length > 1 and _unless_all_tokens(new) is None:
         return None
     # A tensor of its own: a view of one sequence is contiguous whatever its strides, which grow with the

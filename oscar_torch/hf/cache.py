@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -83,7 +84,7 @@ class OscarCache(Cache):
             given = "a model split over ranks" if max_length is None else f"max_length = {max_length}"
             raise ConfigError(f"{given} with linear attention in layers {list(linear)}, allowed: neither")
         self.text_config = text_config
-        self.ledger = None if max_length is None else Ledger(max_length)
+        self.ledger = None if max_length is None else Ledger(max_length, len(windows))
         held = {layer: rotations.layers[layer] for layer in int2}
         if self.shard is not None:
             geometry = self.shard.config(geometry)
@@ -149,6 +150,10 @@ class OscarCache(Cache):
 
         `begun`: the first attention layer is about to store; linear layers before it have done their part.
         """
+        if self.ledger is not None:
+            if not torch.compiler.is_compiling():
+                self.ledger.require_whole()
+            return
         layers = self._attending
         columns = {layer.columns for layer in layers}
         if len(columns) > 1 or any(layer.writing is not None for layer in layers):
@@ -166,9 +171,10 @@ class OscarCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove columns from every layer or from none; see `OscarLayer.crop`.
 
-        After a forward that was interrupted, only a length to keep (a positive number) says what is meant.
+        After a forward that was interrupted, only a length to keep (a positive number) says what is meant; a
+        static cache can only be `reset`.
         """
-        if tokens_to_remove <= 0:
+        if tokens_to_remove <= 0 or self.ledger is not None:
             self._require_whole()
         layers = self._attending
         removals = [layer.removable(tokens_to_remove) for layer in layers]

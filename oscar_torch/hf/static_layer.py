@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..cache import append_rows
 from ..core import cache_format as fmt
-from ..core.errors import CacheFullError, ShapeError
+from ..core.errors import CacheFullError, ConfigError, ShapeError
 from ..core.page_pool import QuantizedTokensError
 from ..layer_cache import LayerCache
 from ..rotations.rotation import FEEDBACKS
-from .handover import announce, request_mask
+from .handover import announce, interrupted, request_mask
 from .layer import RING_SLACK, OscarLayer, Removal, _int32, _tokens_first
 from .pieces import attend_in_pieces
 from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
@@ -51,8 +51,9 @@ class Ledger:
     device's own count is `device_columns`, int64 [], which transformers takes positions from.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, layers: int = 1) -> None:
         self.max_length = max_length
+        self.layers = layers
         self.clear()
 
     def clear(self) -> None:
@@ -60,6 +61,8 @@ class Ledger:
         self.device_columns: Tensor | None = None
         self.device_lengths: Tensor | None = None  # int32 [B], of the leading layer
         self.ones: Tensor | None = None  # int32 [B]
+        self.all_lengths: dict[int, Tensor] = {}  # int32 [B] of every layer
+        self.pending = 0  # layers that a forward has still to come through
         self.columns = 0
         self.read_columns = 0
         self.read_lengths: list[int] = []
@@ -79,11 +82,38 @@ class Ledger:
             pin(tensor)
         self.read_lengths = [0] * lengths.shape[0]
 
+    def enter(self) -> None:
+        """The leading layer begins a forward, which `leave` ends layer by layer.
+
+        Raises ConfigError if an exception has ended the one before in the middle.
+        """
+        self.require_whole()
+        self.pending = self.layers
+
+    def leave(self) -> None:
+        """A layer has stored its rows and attended."""
+        self.pending -= 1
+
+    def require_whole(self) -> None:
+        """Raises ConfigError if some layers have rows that others lack."""
+        if self.pending:
+            raise interrupted(0)
+
     def refresh(self) -> None:
-        """Reads columns and lengths from the device; the only place that waits for it."""
+        """Reads columns and lengths from the device; the only place that waits for it.
+
+        Raises ConfigError if layers have different lengths: a compiled step was interrupted.
+        """
         if self.device_columns is None or self.device_lengths is None:
             return
-        columns, *lengths = torch.cat([self.device_columns.view(1), self.device_lengths.long()]).tolist()
+        device = self.device_lengths.device
+        each = torch.stack([lengths.to(device) for lengths in self.all_lengths.values()]).long()
+        differ = (each != self.device_lengths).any()
+        counts = torch.cat([self.device_columns.view(1), differ.view(1).long(), self.device_lengths.long()])
+        columns, differ, *lengths = counts.tolist()
+        if differ:
+            self.pending = self.layers
+            raise interrupted(0)
         count = columns - self.read_columns
         tokens = [new - old for new, old in zip(lengths, self.read_lengths)]
         if count:
@@ -157,6 +187,32 @@ class Ledger:
                 f"{self.columns} in the cache and {new} new"
             )
 
+    def check_stored(self, mask: Tensor) -> None:
+        """Raises ConfigError where a mask bool [B, columns] shows stored columns otherwise than they came.
+
+        Of steps with padding among them the number of each sequence's tokens is known, and compared.
+        """
+        start = 0
+        for chunk in self.chunks:
+            part = mask[:, start : start + _size(chunk)]
+            if isinstance(chunk, Columns):
+                tokens = part.sum(dim=1).tolist()
+                if tokens != chunk.tokens:
+                    raise ConfigError(
+                        f"attention mask of {tokens} tokens over {chunk.count} stored columns from {start} "
+                        f"on, allowed: {chunk.tokens}, as when they were stored"
+                    )
+            else:
+                expected = torch.ones_like(part) if isinstance(chunk, int) else chunk.to(part.device)
+                if not torch.equal(part, expected):
+                    b, column = (part != expected).nonzero()[0].tolist()
+                    raise ConfigError(
+                        f"attention mask {int(part[b, column])} for stored column {start + column} of "
+                        f"sequence {b}, allowed: {int(expected[b, column])}, as when it was stored "
+                        "(crop the cache to forget the latest columns)"
+                    )
+            start += _size(chunk)
+
     def mark(self) -> None:
         """Keeps the present state for `go_back`."""
         self.refresh()
@@ -222,6 +278,7 @@ class Ledger:
         """An independent ledger; the leading layer's copy puts its own lengths in."""
         twin = copy.copy(self)
         twin.chunks, twin.read_lengths = list(self.chunks), list(self.read_lengths)
+        twin.all_lengths = {}
         if self.device_columns is not None and self.ones is not None:
             twin.device_columns, twin.ones = pin(self.device_columns.clone()), pin(self.ones.clone())
         return twin
@@ -326,6 +383,7 @@ class StaticLayer(OscarLayer):
         )
         self.buffer, self.state = new_state(self.layout, self.rotation, self.ring, device)
         self.store, self.rotation = self.state.store, self.state.rotation  # from here on in the buffer
+        self.ledger.all_lengths[self.layer_id] = self.store.lengths
         self.is_initialized = True
 
     def update(
@@ -381,6 +439,7 @@ class StaticLayer(OscarLayer):
             return self.step(*rows, real, **options)
         if self.leading:
             self.ledger.require([columns] * batch if real is None else self.ledger.counts(real))
+            self.ledger.enter()
         prompt, outputs = columns - self._draft_columns(columns), []
         for part, attend in (
             (slice(0, prompt), self._attend_prompt),
@@ -389,6 +448,7 @@ class StaticLayer(OscarLayer):
             if part.start < part.stop:
                 mask = real if real is None or prompt == columns else real[:, part]
                 outputs.append(attend(query[:, part], key[:, part], value[:, part], mask, **options))
+        self.ledger.leave()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_prompt(
@@ -471,12 +531,16 @@ class StaticLayer(OscarLayer):
                 self.sliding_window, sink_logits, softcap, self.implementation,
             )  # fmt: skip
         if self.leading:
+            ledger.require_whole()
             ledger.count_step(real is not None)
-        return decode_step(
+            ledger.enter()
+        out = decode_step(
             query, key, value, new_lengths, self.state, softmax_scale=softmax_scale,
             sliding_window=self.sliding_window, sink_logits=sink_logits, softcap=softcap,
             implementation=self.implementation,
         )  # fmt: skip
+        ledger.leave()
+        return out
 
     # Taking back, other batches.
 
@@ -577,6 +641,7 @@ class StaticLayer(OscarLayer):
             twin.buffer = pin(self.buffer.clone())
             twin.state = open_state(twin.buffer, self.layout, self.ring)
             twin.store, twin.rotation = twin.state.store, twin.state.rotation
+            twin.ledger.all_lengths[self.layer_id] = twin.store.lengths
             if self.leading:
                 twin.ledger.device_lengths = twin.state.store.lengths
         return twin

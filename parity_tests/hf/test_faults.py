@@ -51,21 +51,6 @@ def test_a_mask_that_forgets_stored_columns_is_refused(family, new_columns):
     assert torch.equal(forward(model, more, cache, mask), forward(model, more, expected))
 
 
-def test_a_turn_that_forgets_stored_columns_is_refused_by_a_static_cache():
-    """A single step is not checked there: it asks no device."""
-    model = make_model("llama")
-    ids, more = prompts(40, 7)
-    cache = make_cache(model, max_length=64)
-    forward(model, ids, cache)
-    mask = torch.ones(1, 47, dtype=torch.long)
-    mask[:, 3:30] = 0
-    with pytest.raises(ConfigError, match="attention mask 0 for a stored column of 40 that are all tokens"):
-        forward(model, more, cache, mask)
-    mask[:, 3:30] = 1
-    forward(model, more, cache, mask)
-    assert cache.layers[0].lengths == [47]
-
-
 def test_a_mask_that_shows_stored_padding_is_refused():
     """Padding is not in the cache, so nobody can attend to it; nor can the mask of the whole be left out."""
     model = make_model("llama")

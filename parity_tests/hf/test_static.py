@@ -151,8 +151,9 @@ def test_full_is_an_error_before_the_step(how):
         generate(model, ids, cache, 6, attention_mask=mask, **options)
     assert [layer.lengths for layer in cache.layers] == [[64, 44]] * 2
     assert_equal_caches(expected, cache)
+    mask = torch.cat([mask, torch.ones(2, 10, dtype=torch.long)], 1)
     with pytest.raises(CacheFullError, match="70 tokens, max_length = 64"), torch.no_grad():
-        model(ids[:, :6], use_cache=True, **with_cache(model, cache))
+        model(ids[:, :6], attention_mask=mask, use_cache=True, **with_cache(model, cache))
     assert_equal_caches(expected, cache)
 
 
@@ -423,14 +424,15 @@ def test_an_eager_step_does_not_synchronize(family):
     ids, mask = (x.to("cuda") for x in left_padded(prompts(400, 450)))
     cache = make_cache(model, max_length=600)
     step = {"position_ids": torch.tensor([[400], [450]], device="cuda"), "use_cache": True}
+    masks = [torch.cat([mask, mask.new_ones(2, n)], 1) for n in (1, 2)]
     token = torch.ones((2, 1), dtype=torch.long, device="cuda")
     with torch.no_grad():
         model(ids, attention_mask=mask, use_cache=True, **with_cache(model, cache))
-        model(token, **step, **with_cache(model, cache))  # compiles the kernels
+        model(token, attention_mask=masks[0], **step, **with_cache(model, cache))  # compiles the kernels
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            model(token, **step, **with_cache(model, cache))
+            model(token, attention_mask=masks[1], **step, **with_cache(model, cache))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert cache.layers[-1].lengths == [402, 452]
