@@ -20,7 +20,7 @@ from ..rotations.store import load_rotation_set
 from .fingerprint import model_fingerprint
 from .handover import interrupted
 from .layer import ATTENTION, PREFILL_CHUNK, OscarLayer
-from .model_check import _hub_id, cache_config, int2_layers, layer_windows, linear_layers
+from .model_check import _hub_id, cache_config, int2_layers, layer_geometries, layer_windows, linear_layers
 from .recurrent import RecurrentLayer
 from .static_layer import Ledger, StaticLayer
 from .tensor_parallel import model_shard, refuse_split_config
@@ -83,11 +83,14 @@ class OscarCache(Cache):
         if linear and (max_length is not None or self.shard is not None):
             given = "a model split over ranks" if max_length is None else f"max_length = {max_length}"
             raise ConfigError(f"{given} with linear attention in layers {list(linear)}, allowed: neither")
+        geometries = layer_geometries(text_config, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        if self.shard is not None and len(set(geometries)) > 1:
+            raise ConfigError("a model split over ranks with heads that differ by layer, allowed: equal ones")
         self.text_config = text_config
         self.ledger = None if max_length is None else Ledger(max_length, len(windows))
         held = {layer: rotations.layers[layer] for layer in int2}
         if self.shard is not None:
-            geometry = self.shard.config(geometry)
+            geometries = [self.shard.config(geometry)] * len(windows)
             held = {layer: self.shard.rotation(rotation) for layer, rotation in held.items()}
 
         def make_layer(layer: int, window: int | None) -> OscarLayer | RecurrentLayer:
@@ -101,9 +104,9 @@ class OscarCache(Cache):
                 "implementation": implementation,
             }
             if self.ledger is None:
-                return OscarLayer(layer, geometry, rotation, **options)
-            leading = layer == 0
-            return StaticLayer(layer, geometry, rotation, ledger=self.ledger, leading=leading, **options)
+                return OscarLayer(layer, geometries[layer], rotation, **options)
+            options |= {"ledger": self.ledger, "leading": layer == 0}
+            return StaticLayer(layer, geometries[layer], rotation, **options)
 
         super().__init__(layers=[make_layer(layer, window) for layer, window in enumerate(windows)])
         self._linear = linear

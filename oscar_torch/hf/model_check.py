@@ -58,18 +58,52 @@ def linear_layers(config: Any) -> tuple[int, ...]:
 
 
 def int2_layers(config: Any, window_policy: WindowPolicy) -> tuple[int, ...]:
-    """Layers with INT2 pages: those with keys and values that keep no BF16 ring."""
+    """Layers with INT2 pages: those with keys and values that keep no BF16 ring.
+
+    Raises ConfigError if their heads differ: rotations have one geometry.
+    """
     linear = linear_layers(config)
-    return tuple(layer for layer in window_policy.int2_layers(layer_windows(config)) if layer not in linear)
+    paged = tuple(layer for layer in window_policy.int2_layers(layer_windows(config)) if layer not in linear)
+    geometry, geometries = cache_config(config), layer_geometries(config)
+    for layer in paged:
+        if geometries[layer] != geometry:
+            raise ConfigError(
+                f"layer {layer} has {_heads(geometries[layer])}, others with INT2 pages {_heads(geometry)}: "
+                "rotations have one geometry, allowed: the same in all of these layers"
+            )
+    return paged
+
+
+def _heads(config: CacheConfig) -> str:
+    return f"{config.num_key_value_heads} key/value heads of {config.head_dim} channels"
 
 
 def _layer_types(text: Any) -> list[str] | None:
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
 
 
-def cache_config(config: Any, **windows: int) -> CacheConfig:
-    """The geometry in a model's config; `windows` may set sink_tokens and recent_tokens."""
+def layer_geometries(config: Any, **windows: int) -> list[CacheConfig]:
+    """The geometry of every layer, whose heads may differ (Gemma 4); `windows` as in `cache_config`."""
     text = config.get_text_config(decoder=True)
+    if not getattr(text, "is_heterogeneous", False):
+        return [_geometry(text, **windows)] * text.num_hidden_layers
+    return [_geometry(layer, **windows) for layer in text.per_layer_config]
+
+
+def cache_config(config: Any, **windows: int) -> CacheConfig:
+    """The geometry in a model's config; `windows` may set sink_tokens and recent_tokens.
+
+    Where layers differ, that of those which see everything, or of the first if none does.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "is_heterogeneous", False):
+        return _geometry(text, **windows)
+    kinds = _layer_types(text) or ["full_attention"]
+    first = kinds.index("full_attention") if "full_attention" in kinds else 0
+    return layer_geometries(text, **windows)[first]
+
+
+def _geometry(text: Any, **windows: int) -> CacheConfig:
     heads = text.num_attention_heads
     return CacheConfig(
         num_query_heads=heads,
