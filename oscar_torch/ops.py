@@ -157,7 +157,7 @@ def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, refere
     if implementation is not None:
         if implementation not in kernels:
             raise NotImplementedError(f"{implementation} has no kernel here, allowed: {', '.join(kernels)}")
-        return _kernel(*kernels[implementation])
+        return _on_device(_kernel(*kernels[implementation]), tensor.device)
     best = _best(tensor.device)
     if not best:
         return reference
@@ -170,7 +170,19 @@ def _choose(implementation: str | None, tensor: Tensor, kernels: Kernels, refere
                 _log_once(f"{name} does not serve this: {reason}")
         return reference(*args, **options)
 
-    return best_available
+    return _on_device(best_available, tensor.device)
+
+
+def _on_device(function: Callable, device: torch.device) -> Callable:
+    """The function with the device of its tensors as the current one, where Triton launches."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return function
+
+    def there(*args: Any, **options: Any) -> Any:
+        with torch.cuda.device(device):
+            return function(*args, **options)
+
+    return there
 
 
 def _serving(kernels: Kernels, implementation: str | None, options: dict[str, Any]) -> Kernels:

@@ -3,12 +3,14 @@
     python scripts/bench_generate_torch.py --out results --quick       # about five minutes
     python scripts/bench_generate_torch.py --out results               # all lengths and batches
     python scripts/bench_generate_torch.py --out results --throughput  # equal memory, two minutes
+    python scripts/bench_generate_torch.py --out results --prefill-only --cases 1x32768  # one minute
 
 Decode: caches are filled with random content, then `generate` makes steps; a step is the median time between
 two calls of `prepare_inputs_for_generation`, host time the part of it before transformers waits for the
 tokens. The floor is the bytes a step must read (weights without the input embedding, and the cache) at the
 bandwidth of a device-to-device copy in the same run. "graph" rows replay the eager step as one CUDA graph,
-without `generate`: what is left when the host costs nothing. Prefill: random tokens, one new token.
+without `generate`: what is left when the host costs nothing. Prefill: random tokens, one new token; the row
+is the second run, its note the first, in which kernels are compiled, layer by layer in the log.
 Throughput: as many sequences of 102 400 tokens as fit beside the weights, decode steps as a CUDA graph.
 No time of a way to make steps is reported before the gate has passed: compiled, eager and growing steps agree
 on a short prompt, and an eager step of the static mode asks the device nothing. Results are written after
@@ -16,6 +18,7 @@ every line.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -81,6 +84,11 @@ class Bench:
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     allowed: set[str] = dataclasses.field(default_factory=set)  # ways to make a step that passed the gate
+    start: float = dataclasses.field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.start:7.1f} s] {text}", flush=True)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -138,14 +146,14 @@ class Bench:
 
         signal.signal(signal.SIGALRM, too_long)
         signal.alarm(max(1, int(min(seconds, left))))
-        start = time.monotonic()
+        self.say(f"{name}: begins")
         try:
             job()
         except Exception as reason:  # what fails (memory, time, compiler) must not cost the other lines
             self.note(f"{name}: {type(reason).__name__}: {str(reason)[:300]}")
         finally:
             signal.alarm(0)
-            print(f"[{name}: {time.monotonic() - start:.1f} s]", flush=True)
+            self.say(f"{name}: ends")
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -395,23 +403,42 @@ def time_graph(bench: Bench, name: str, attention: str, cache: Cache, batch: int
 def time_prefill(
     bench: Bench, name: str, attention: str, make: Callable[[], Cache], batch: int, length: int
 ) -> None:
-    """A prompt of random tokens, the second time, when all kernels are compiled; adds a row."""
+    """A prompt of random tokens, twice: the first time kernels are compiled; adds a row of the second."""
     model = bench.model
     model.set_attn_implementation(attention)
     ids = torch.randint(1, 100, (batch, length), device=bench.device)
-    seconds = 0.0
-    for _ in range(2):
+    if isinstance(make(), OscarCache) and "prefill" not in bench.allowed:
+        raise AssertionError("did not pass the gate")
+    seconds = []
+    for run in ("first run", "second run"):
         cache = make()
         synchronize(bench)
         start = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=1,
-            **with_cache(model, cache),
-        )  # fmt: skip
+        with contextlib.ExitStack() as hooks:
+            if run == "first run":
+                say_layers(bench, name, hooks)
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=1,
+                **with_cache(model, cache),
+            )  # fmt: skip
         synchronize(bench)
-        seconds = time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
+        bench.say(f"{name}, {batch} x {length}, {run}: {seconds[-1]:.2f} s")
         del cache
-    bench.add(Row("prefill", name, batch, length, 1e3 * seconds, None, None, peak_gib(bench)))
+    note = f"first run {seconds[0]:.2f} s"
+    bench.add(Row("prefill", name, batch, length, 1e3 * seconds[1], None, None, peak_gib(bench), note))
+
+
+def say_layers(bench: Bench, name: str, hooks: contextlib.ExitStack) -> None:
+    """While `hooks` are open: says when the first layers of a prefill and every eighth have been done."""
+    for number, layer in enumerate(bench.model.model.layers):
+
+        def done(module: Any, *arguments: Any, number: int = number) -> None:
+            synchronize(bench)
+            bench.say(f"{name}: layer {number} done")
+
+        if number < 2 or number % 8 == 0:
+            hooks.callback(layer.register_forward_hook(done).remove)
 
 
 # ------------------------------------------------------------------------------------------------ what is run
@@ -451,6 +478,29 @@ def gate(bench: Bench, config: Qwen3Config) -> None:
     if bench.device.type == "cuda":
         bench.run(30, "gate: no wait", lambda: step_without_waiting(bench, model))
     torch._dynamo.reset()
+
+
+def prefill_gate(bench: Bench, config: Qwen3Config) -> None:
+    """Allows prefill where its kernels agree with the float32 reference: two layers, pieces of many sizes."""
+    model = make_model(fewer_layers(config, 2), bench.device)
+    model.set_attn_implementation("oscar")
+    rotations = hadamard_rotations(model.config)
+    ids = torch.randint(1, 100, (2, 5300), device=bench.device)
+
+    def compare() -> None:
+        logits = []
+        for implementation in (None, "eager"):
+            cache = OscarCache(rotations, model.config, max_length=5400, implementation=implementation)
+            with torch.no_grad():
+                out = model(ids, use_cache=True, logits_to_keep=1, **with_cache(model, cache))
+            logits.append(out.logits.float())
+            bench.say(f"gate: prefill of 2 x 5300 tokens, implementation {implementation}")
+        worst = ((logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)).max().item()
+        bench.note(f"gate: prefill against the reference, largest relative error {worst:.4f}")
+        if worst < 0.05:  # as for steps
+            bench.allowed.add("prefill")
+
+    bench.run(90, "gate: prefill", compare)
 
 
 def step_without_waiting(bench: Bench, model: Any) -> None:
@@ -594,8 +644,12 @@ def main() -> None:
     bench.bandwidth = copy_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    gate(bench, config)
+    if not arguments.prefill_only:
+        gate(bench, config)
+    if not (arguments.decode_only or arguments.throughput):
+        prefill_gate(bench, config)
     bench.model = make_model(config, device)
+    bench.say("the model is made")
     if arguments.throughput:
         throughput(bench, 2048 if arguments.tiny else LONG, arguments.seconds)
         return

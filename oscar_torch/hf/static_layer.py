@@ -522,7 +522,10 @@ class StaticLayer(OscarLayer):
                 "softmax_scale": softmax_scale, "sink_logits": sink_logits, "softcap": softcap,
             }  # fmt: skip
             return self.attend(*columns, None if real is None else real.to(torch.bool), **options)
-        new_lengths = ledger.ones if real is None else real.reshape(layout.batch).to(torch.int32)
+        if real is not None:
+            new_lengths = real.reshape(layout.batch).to(torch.int32)
+        else:  # with a device map this layer may lie elsewhere than the first
+            new_lengths = ledger.ones if ledger.ones.device == self.buffer.device else self._ones()
         if torch.compiler.is_compiling():
             if self.leading:
                 ledger.device_columns.add_(1)

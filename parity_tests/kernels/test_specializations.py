@@ -3,6 +3,7 @@
 Kernels are replaced by recorders that run nothing; everything around them is the real path of a GPU.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -166,3 +167,21 @@ def test_launches_are_prepared_anew_for_other_arrays() -> None:
     found.append(remembered(dataclasses.replace(cache), second, ("a",), make))
     assert found == [0, 0, 1, 2, 3, 4]
     assert remembered(cache, second, ("a",), make) == 3
+
+
+def test_kernels_are_launched_where_their_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which with a device map is not that of every layer."""
+    current = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def device(place: Any) -> Iterator[None]:
+        current.append(place)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (0, 1):
+        place = torch.device("cuda", index)
+        assert ops._on_device(lambda: current[-1], place)() == place
+    assert current == [torch.device("cuda", 0)]
