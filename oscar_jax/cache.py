@@ -10,6 +10,7 @@ entries of padding rows can point there.
 """
 
 import dataclasses
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from . import ops
 from .arithmetic import compiled_once, exact_arithmetic, refuse_gradients, traced, zeros_of
 from .core import cache_format as fmt
 from .core.config import CacheConfig
-from .core.errors import CacheFullError, ConfigError, OscarError, ShapeError
+from .core.errors import CacheFullError, ConfigError, DTypeError, OscarError, ShapeError
 from .layer_cache import (
     PAGE,
     DenseCache,
@@ -54,6 +55,7 @@ def allocate_layer_cache(
     an allocator fills them. Where the config has a window, a sequence owns as many INT2 pages as the window
     can reach, or one append of `chunk` tokens completes, and takes them again in turn. Raises ConfigError.
     """
+    _require_whole(batch=batch, max_length=max_length, chunk=chunk)
     if batch < 1 or max_length < 1:
         raise ConfigError(f"batch = {batch}, max_length = {max_length}: both must be at least 1")
     max_pages = max(1, config.history_pages(max_length))
@@ -101,13 +103,25 @@ def allocate_dense_cache(
     dtype: Any = jnp.bfloat16,
 ) -> DenseCache:
     """An empty BF16 cache; with `window`, a ring just long enough for a sliding window of that length."""
+    _require_whole(batch=batch, max_length=max_length, window=1 if window is None else window)
     if batch < 1 or max_length < 1 or (window is not None and window < 1):
         raise ConfigError(f"batch = {batch}, max_length = {max_length}, window = {window}: all must be >= 1")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise DTypeError(f"dtype = {dtype}, allowed: a type of floats")
     slots = max_length if window is None else min(max_length, -(-window // PAGE) * PAGE)
     rows = jnp.zeros((batch, slots, config.num_key_value_heads, config.head_dim), dtype)
     return DenseCache(
         key=rows, value=jnp.zeros_like(rows), lengths=jnp.zeros(batch, jnp.int32), window=window
     )
+
+
+def _require_whole(**numbers: int) -> None:
+    """Raises ConfigError for what counts nothing, such as 512.5."""
+    for name, number in numbers.items():
+        try:
+            operator.index(number)
+        except TypeError:
+            raise ConfigError(f"{name} = {number!r}, allowed: whole numbers") from None
 
 
 @exact_arithmetic
@@ -275,8 +289,11 @@ def read_layer_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of one sequence as attention sees them: float32 [L, K, D] each, INT2 reconstructed.
 
-    Raises OscarError where pages behind a window were given up.
+    Raises OscarError where pages behind a window were given up, ShapeError for a sequence that is not there.
     """
+    check_rotation(cache, rotation)
+    if not 0 <= sequence < cache.batch:
+        raise ShapeError(f"sequence = {sequence}, allowed: 0..{cache.batch - 1}")
     config = cache.config
     length, history = int(cache.lengths[sequence]), int(cache.history_pages[sequence])
     kept = (cache.key_codes.shape[0] - 1) // cache.batch

@@ -11,6 +11,7 @@ and the `Generation` they came from cannot be continued a second time.
 import collections.abc
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -652,6 +653,14 @@ def _check_room(caches: Sequence[AnyCache], lengths: np.ndarray) -> None:
             )
 
 
+def _is_token(token: Any, vocab_size: int) -> bool:
+    """Whether something is the id of a token; 1.5 is none, and would be cut to 1 in an array."""
+    try:
+        return 0 <= operator.index(token) < vocab_size
+    except TypeError:
+        return False
+
+
 def _check_prompts(
     prompts: Sequence[Sequence[int]],
     config: ModelConfig,
@@ -666,9 +675,9 @@ def _check_prompts(
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"prompt {index} has no tokens")
-        foreign = [token for token in prompt if not 0 <= token < config.vocab_size]
+        foreign = [token for token in prompt if not _is_token(token, config.vocab_size)]
         if foreign:
-            raise ConfigError(f"prompt {index} has token {foreign[0]}, allowed: 0..{config.vocab_size - 1}")
+            raise ConfigError(f"prompt {index} has token {foreign[0]!r}, allowed: 0..{config.vocab_size - 1}")
         before = 0 if stored is None else int(stored[index])
         if before + len(prompt) + max_new_tokens > config.max_positions:
             after = f" after {before} stored ones" if before else ""

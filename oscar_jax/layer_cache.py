@@ -145,7 +145,7 @@ def check_query(
 
     query [B, N, D] or [B, T, N, D]. A ring cannot serve a window longer than the one it was made for.
     """
-    _require_float("query", query)
+    require_float("query", query)
     shape = tuple(query.shape)
     middle = "" if len(shape) == 3 else "T, "
     if (
@@ -159,7 +159,7 @@ def check_query(
             f"query {shape}, expected [{cache.batch}, {middle}G * {cache.heads}, {cache.head_dim}], T >= 1"
         )
     if sink_logits is not None:
-        _require_float("sink_logits", sink_logits)
+        require_float("sink_logits", sink_logits)
         if tuple(sink_logits.shape) != shape[-2:-1]:
             raise ShapeError(f"sink_logits {tuple(sink_logits.shape)}, expected {shape[-2:-1]}")
     if softmax_scale is None or (isinstance(softmax_scale, int | float) and not 0 < softmax_scale < math.inf):
@@ -198,7 +198,7 @@ def check_rows(
 ) -> None:
     """Raises ShapeError or DTypeError unless key and value are [B, T, K, D] rows for this cache."""
     for name, rows in (("key", key), ("value", value)):
-        _require_float(f"{name} rows", rows)
+        require_float(f"{name} rows", rows)
         shape = tuple(rows.shape)
         if len(shape) != 4 or shape[0] != cache.batch or shape[2:] != (cache.heads, cache.head_dim):
             raise ShapeError(
@@ -216,7 +216,7 @@ def check_rows(
                 f"a chunk of {key.shape[1]} tokens, allowed: 1..{room} where pages behind a window of "
                 f"{cache.config.window} are given up (chunk = ... of allocate_layer_cache)"
             )
-    _require_array("new_lengths", new_lengths)
+    require_array("new_lengths", new_lengths)
     if tuple(new_lengths.shape) != (cache.batch,):
         raise ShapeError(f"new_lengths {tuple(new_lengths.shape)}, expected ({cache.batch},)")
     for name, lengths in (("new_lengths", new_lengths), ("lengths of the cache", cache.lengths)):
@@ -236,24 +236,26 @@ def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
         if name == "key_mean":  # for export only
             continue
         array = getattr(rotation, name)
-        _require_array(f"rotation: {name}", array)
+        require_array(f"rotation: {name}", array)
         if tuple(array.shape) != shapes[name]:
             raise ShapeError(f"rotation: {name} {tuple(array.shape)}, expected {shapes[name]}")
         if _dtype(array) != dtype:
             raise DTypeError(f"rotation: {name} is {_dtype(array)}, expected {dtype}")
 
 
-def _require_float(name: str, array: jax.Array) -> None:
-    _require_array(name, array)
+def require_float(name: str, array: Array) -> None:
+    """Raises DTypeError unless something is an array of floats."""
+    require_array(name, array)
     if "float" not in str(array.dtype):
         raise DTypeError(f"{name} are {_dtype(array)}, expected bfloat16 (or a float to be rounded)")
 
 
-def _require_array(name: str, array: jax.Array) -> None:
+def require_array(name: str, array: Array) -> None:
+    """Raises DTypeError unless something is an array."""
     if not isinstance(array, jax.Array | np.ndarray):
         raise DTypeError(f"{name}: {type(array).__name__}, expected an array")
 
 
-def _dtype(array: jax.Array) -> str:
+def _dtype(array: Array) -> str:
     """Name of an array's element type, the same in both packages."""
     return str(array.dtype).removeprefix("torch.")

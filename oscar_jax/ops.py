@@ -52,6 +52,7 @@ def quantize_pages(
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    quantize.check_page_pair(key_pages, value_pages, rotation)
     key_pages, value_pages = refuse_gradients("quantize_pages", (key_pages, value_pages))
     choice = _choose(implementation, key_pages, QUANTIZE_PAGES, quantize.quantize_page_pair)
     return choice(key_pages, value_pages, rotation)

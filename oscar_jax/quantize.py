@@ -20,7 +20,7 @@ from jax import lax
 from .arithmetic import exact_arithmetic, refuse_gradients
 from .core import cache_format as fmt
 from .core.errors import DTypeError, ShapeError
-from .layer_cache import Array, RotationArrays
+from .layer_cache import Array, RotationArrays, require_array, require_float
 from .packing import pack_key_codes, pack_value_codes, unpack_key_codes, unpack_value_codes
 
 _CLAMP = 2.0**fmt.MAX_EXPONENT
@@ -61,6 +61,7 @@ def page_key_mean(rows: jax.Array) -> jax.Array:
 
     Non-finite rows count as zeros. Raises ShapeError unless the page has 64 rows.
     """
+    require_float("rows", rows)
     if rows.ndim < 3 or rows.shape[-3] != fmt.PAGE_TOKENS:
         raise ShapeError(f"a page has {fmt.PAGE_TOKENS} rows: rows {rows.shape}, expected [..., 64, K, D]")
     rows = refuse_gradients("page_key_mean", rows)
@@ -82,6 +83,8 @@ def quantize_rows(
     scale bf16 [..., K]. With a feedback the rounding is sequential. Raises ShapeError or DTypeError before
     any work.
     """
+    require_float("rows", rows)
+    require_float("mean", mean)
     check_transform(rows.shape[-2], rows.shape[-1], transform, multiplier)
     rows = refuse_gradients("quantize_rows", rows)
     return _code_rows(_clean(rows) - _clean(mean), transform, multiplier, feedback)
@@ -129,6 +132,7 @@ def quantize_page_pair(
     key_pages: jax.Array, value_pages: jax.Array, rotation: RotationArrays
 ) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name."""
+    check_page_pair(key_pages, value_pages, rotation)
     key_codes, key_scale, key_page_mean = quantize_key_pages(
         key_pages, rotation.key_transform, rotation.key_multiplier, getattr(rotation, "key_feedback", None)
     )
@@ -157,6 +161,10 @@ def dequantize_key_pages(
     words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D], query_transform float32
     [K or 1, D, D] -> float32 [P, 64, K, D].
     """
+    head_dim = query_transform.shape[-1]
+    mean = ("page_mean", page_mean, (*words.shape[:2], head_dim))
+    per_page = (fmt.PAGE_TOKENS, head_dim // fmt.CODES_PER_WORD)
+    _check_coded(words, scale, query_transform, per_page, mean)
     y = _grid(unpack_key_codes(words), scale)
     x = page_mean.astype(jnp.float32)[:, :, None] + _matmul(y, query_transform.swapaxes(-1, -2))
     return x.swapaxes(1, 2)
@@ -171,6 +179,10 @@ def dequantize_value_pages(
     words int32 [P, K, D, 4], scale bf16 [P, K, 64], value_mean bf16 [K or 1, D], output_transform float32
     [K or 1, D, D] -> float32 [P, 64, K, D].
     """
+    head_dim = output_transform.shape[-1]
+    mean = ("value_mean", value_mean, (*words.shape[1:2], head_dim))
+    per_page = (head_dim, fmt.PAGE_TOKENS // fmt.CODES_PER_WORD)
+    _check_coded(words, scale, output_transform, per_page, mean)
     y = _grid(unpack_value_codes(words), scale)
     x = jnp.asarray(value_mean, jnp.float32)[:, None] + _matmul(y, output_transform)
     return x.swapaxes(1, 2)
@@ -200,8 +212,46 @@ def check_transform(key_value_heads: int, head_dim: int, transform: Array, multi
         raise ShapeError(f"head_dim {head_dim}, expected a multiple of 16 up to {fmt.MAX_HEAD_DIM}")
 
 
+def check_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: RotationArrays) -> None:
+    """Raises ShapeError or DTypeError unless both are [P, 64, K, D] pages that the rotation fits."""
+    check_pages(key_pages, rotation.key_transform, rotation.key_multiplier)
+    check_pages(value_pages, rotation.value_transform, rotation.value_multiplier)
+    if key_pages.shape != value_pages.shape:
+        raise ShapeError(
+            f"key pages {tuple(key_pages.shape)} and value pages {tuple(value_pages.shape)} must be equal"
+        )
+
+
+def _check_coded(
+    words: jax.Array,
+    scale: jax.Array,
+    matrix: Array,
+    per_page: tuple[int, int],
+    mean: tuple[str, Array, tuple[int, ...]],
+) -> None:
+    """Raises ShapeError or DTypeError unless codes of pages, their scales, mean and matrix belong together.
+
+    per_page: the last two axes of the words; mean: its name, the array, and its shape.
+    """
+    for array, name in ((words, "words"), (scale, "scale"), (matrix, "matrix"), (mean[1], mean[0])):
+        require_array(name, array)
+    pages, heads = tuple(words.shape[:2]) if words.ndim == 4 else (-1, -1)
+    head_dim = matrix.shape[-1]
+    dtype = str(words.dtype).removeprefix("torch.")
+    if tuple(words.shape) != (pages, heads, *per_page) or dtype != "int32":
+        raise ShapeError(
+            f"words {dtype} {tuple(words.shape)}, expected int32 [P, K, {per_page[0]}, {per_page[1]}]"
+        )
+    if tuple(matrix.shape) not in ((1, head_dim, head_dim), (heads, head_dim, head_dim)):
+        raise ShapeError(f"matrix {tuple(matrix.shape)}, expected [{heads} or 1, {head_dim}, {head_dim}]")
+    for name, array, shape in (("scale", scale, (pages, heads, fmt.PAGE_TOKENS)), mean):
+        if tuple(array.shape) != shape and not (name == "value_mean" and tuple(array.shape) == (1, head_dim)):
+            raise ShapeError(f"{name} {tuple(array.shape)}, expected {shape}")
+
+
 def check_pages(rows: jax.Array, transform: Array, multiplier: Array) -> None:
     """Raises ShapeError or DTypeError unless rows are [P, 64, K, D] and the transform fits them."""
+    require_float("rows", rows)
     if rows.ndim != 4 or rows.shape[1] != fmt.PAGE_TOKENS:
         raise ShapeError(f"rows {rows.shape}, expected [P, {fmt.PAGE_TOKENS}, K, D]")
     check_transform(rows.shape[2], rows.shape[3], transform, multiplier)

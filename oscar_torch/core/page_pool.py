@@ -191,6 +191,7 @@ class PagePool:
         same salt ever find pages of this one.
         """
         self._root(salt)  # refuses what is no salt
+        prompt = None if prompt is None else _token_ids(prompt)
         options = {"reuse": reuse, "generated": generated, "salt": salt}
         prefix = None if prompt is None else self.find_prefix(prompt, **options)
         state = SequenceState(salt=salt)
@@ -207,7 +208,7 @@ class PagePool:
             state.grid_length = prefix.length if prefix.grid else 0
             state.int2_pages = list(prefix.int2_pages)
             state.window_pages = dict(prefix.window_pages)
-            state.tokens = array("q", prompt[: prefix.length])
+            state.tokens = _token_ids(prompt[: prefix.length])
             self._extend_hashes(state)
             self.reused_tokens += prefix.length
         return self._register(state)
@@ -232,12 +233,13 @@ class PagePool:
         if forced_pages and self.config.sink_tokens + forced_pages * PAGE_TOKENS > length:
             raise ConfigError(f"{forced_pages} INT2 pages do not fit into {length} tokens")
         self._root(salt)  # refuses what is no salt
+        known = _token_ids(tokens)
         held = [*range(sinks), *range(self.config.sink_pages + history, _pages(length))]
         self._require(history, len(held))
         state = SequenceState(length, forced_pages, grid_length, salt=salt)
         state.int2_pages = [self._allocate(self.int2) for _ in range(history)]
         state.window_pages = {page: self._allocate(self.window) for page in held}
-        state.tokens = array("q", tokens)
+        state.tokens = known
         self._extend_hashes(state)
         self._publish(state, 0, 0)
         return self._register(state)
@@ -360,7 +362,8 @@ class PagePool:
         `abort_append` the sequences cannot be used otherwise. Sequences without known `tokens` are not found
         by prefix lookups.
         """
-        token_lists = [None] * len(sequences) if tokens is None else list(tokens)
+        every = [None] * len(sequences) if tokens is None else tokens
+        token_lists = [None if given is None else _token_ids(given) for given in every]
         if not len(sequences) == len(counts) == len(token_lists):
             raise ShapeError(
                 f"{len(sequences)} sequences, {len(counts)} counts, {len(token_lists)} token lists"
@@ -414,9 +417,7 @@ class PagePool:
                 for page in self._held(state, state.length + count)
                 if page in state.window_pages
             }
-            row = SequenceAppend(
-                sequence, count, None if given is None else array("q", given), [], target, [], [], []
-            )
+            row = SequenceAppend(sequence, count, given, [], target, [], [], [])
             for token_page, physical, must_copy in written:
                 departs = physical is not None and token_page not in state.window_pages
                 if physical is not None and not must_copy and (departs or self.window.key(physical)):
@@ -532,7 +533,7 @@ class PagePool:
         int2: list[int | None] = []
         window: list[int | None] = []
         for start in range(0, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
-            parent = _chain(parent, array("q", prompt[start : start + PAGE_TOKENS]))
+            parent = _chain(parent, _token_ids(prompt[start : start + PAGE_TOKENS]))
             quantized = self.int2.find((parent, True))
             raw = self.window.find((parent, True))
             if generated and quantized is None:
@@ -657,6 +658,14 @@ class PagePool:
             raise PageStateError(
                 f"sequence {sequence} holds token pages {sorted(state.window_pages)} in BF16"
             )
+
+
+def _token_ids(tokens: Sequence[int]) -> array:
+    """Tokens as 64-bit integers; raises ConfigError before anything is reserved for them."""
+    try:
+        return array("q", tokens)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"tokens: {error}, allowed: whole numbers of 64 bits") from None
 
 
 def _pages(length: int) -> int:

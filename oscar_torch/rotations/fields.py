@@ -31,6 +31,8 @@ def make_fields(
     """
     if len(key_bases) != len(value_bases):
         raise ShapeError(f"{len(key_bases)} key bases but {len(value_bases)} value bases")
+    if not len(key_bases):
+        raise ConfigError("no bases, allowed: one for every head, or one for all")
     heads, head_dim = len(key_bases), np.shape(key_bases[0])[-1]
     check_head_dim(head_dim)
     for name, multiplier in (("key_multiplier", key_multiplier), ("value_multiplier", value_multiplier)):

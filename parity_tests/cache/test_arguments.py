@@ -102,6 +102,72 @@ def test_the_same_refusal_in_both_packages(case: str) -> None:
     assert len(messages) == 1, messages
 
 
+def transforms(c: Call, *names: str) -> list[Any]:
+    return [getattr(c.arguments["rotation"], name) for name in names]
+
+
+def pages(c: Call, count: int = 1) -> Any:
+    return c.floats(count, 64, HEADS, HEAD_DIM)
+
+
+def page_pool(c: Call, m: Any) -> Any:
+    sizes = {"int2_pages": 9, "window_pages": 9, "int2_page_bytes": 1, "window_page_bytes": 1}
+    pool = m("core.page_pool").PagePool(c.arguments["cache"].config, **sizes)
+    pool.create()
+    return pool
+
+
+ELSEWHERE = {
+    "integer pages": lambda c, m: m("quantize").quantize_key_pages(
+        c.integers(1, 64, HEADS, HEAD_DIM), *transforms(c, "key_transform", "key_multiplier")
+    ),
+    "integer rows": lambda c, m: m("quantize").quantize_rows(
+        c.integers(64, HEADS, HEAD_DIM), *transforms(c, "key_transform", "key_multiplier", "value_mean")
+    ),
+    "a list of pages": lambda c, m: m("quantize").page_key_mean([[[0.0]]]),
+    "fewer pages of keys": lambda c, m: m("ops").quantize_pages(
+        pages(c), pages(c, 2), c.arguments["rotation"]
+    ),
+    "words of floats": lambda c, m: m("quantize").dequantize_key_pages(
+        c.floats(1, HEADS, 64, 2), c.floats(1, HEADS, 64), c.floats(1, HEADS, HEAD_DIM),
+        *transforms(c, "query_transform"),
+    ),
+    "words of another head_dim": lambda c, m: m("quantize").dequantize_value_pages(
+        c.integers(1, HEADS, 64, 4), c.floats(1, HEADS, 64), *transforms(c, "value_mean", "output_transform")
+    ),
+    "scales of one token": lambda c, m: m("quantize").dequantize_value_pages(
+        c.integers(1, HEADS, HEAD_DIM, 4), c.floats(1, HEADS, 1),
+        *transforms(c, "value_mean", "output_transform"),
+    ),
+    "a sequence past the batch": lambda c, m: m("cache").read_layer_cache(
+        c.arguments["cache"], c.arguments["rotation"], 1
+    ),
+    "a sequence before it": lambda c, m: m("cache").read_layer_cache(
+        c.arguments["cache"], c.arguments["rotation"], -1
+    ),
+    "half a token of room": lambda c, m: m("cache").allocate_layer_cache(
+        c.arguments["cache"].config, 1, 512.5
+    ),
+    "half a window": lambda c, m: m("cache").allocate_dense_cache(c.arguments["cache"].config, 1, 512, 70.5),
+    "tokens of a fraction": lambda c, m: page_pool(c, m).create([1.5] * 99),
+    "tokens of a fraction to append": lambda c, m: page_pool(c, m).begin_append([0], [2], [[1, 1.5]]),
+    "no heads": lambda c, m: m("rotations.rotation").hadamard_rotation(0, HEAD_DIM),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_the_same_refusal_beside_attend(case: str) -> None:
+    """51: what quantizes, restores, reads and allocates checks its arguments too."""
+    messages = set()
+    for framework in FRAMEWORKS.values():
+        if not framework.installed():
+            pytest.skip(f"{framework.name} is not installed")
+        with pytest.raises(framework.module("core.errors").OscarError) as caught:
+            ELSEWHERE[case](Call(framework), framework.module)
+        messages.add((type(caught.value).__name__, str(caught.value)))
+    assert len(messages) == 1, messages
+
+
 RING = {
     "no window": (128, None, None),
     "a longer window": (128, None, 129),

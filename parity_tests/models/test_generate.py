@@ -613,6 +613,8 @@ def test_rotations_of_another_model_are_refused() -> None:
         (lambda: generator("qwen3", "bf16")([], 3), "no prompt given"),
         (lambda: generator("qwen3", "bf16")([[1], []], 3), "prompt 1 has no tokens"),
         (lambda: generator("qwen3", "bf16")([[1, 80]], 3), r"prompt 0 has token 80, allowed: 0\.\.79"),
+        (lambda: generator("qwen3", "bf16")([[1, 2.5]], 3), r"prompt 0 has token 2\.5, allowed"),
+        (lambda: generator("qwen3", "bf16")(["text"], 3), "prompt 0 has token 't', allowed"),
         (lambda: generator("qwen3", "bf16")([[1]], 0), "max_new_tokens = 0"),
         (lambda: generator("qwen3", "bf16")([[1] * 2040], 9), "2040 tokens: .* more than the 2048 positions"),
         (lambda: generate(*tiny_model("qwen3"), [[1]], 1, cache="int4"), "cache kind 'int4', allowed: int2"),
