@@ -14,6 +14,7 @@ from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.family import all_families
 from oscar_jax.models.gguf_config import config_from_gguf
 from oscar_jax.models.hf_config import config_from_hf
+from oscar_jax.models.rope import apply_rope
 from oscar_jax.models.tokenizer import byte_level_tokenizer, leading_bos
 from oscar_jax.models.weights import open_checkpoint
 
@@ -200,6 +201,47 @@ def test_rope_scaling_means_what_it_does_in_transformers(
         ours = np.asarray(rope.frequencies_at(16, jnp.asarray(positions)))
         np.testing.assert_allclose(ours, rotary.inv_freq.numpy(), rtol=2e-6)
         assert float(cos[0, 0, 0]) == pytest.approx(rope.attention_factor, rel=1e-6)  # cos 0 times the factor
+
+
+_HALF = {"partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + i / 8 for i in range(4)],
+            "long_factor": [2.0 + i for i in range(4)],
+            "original_max_position_embeddings": 300,
+        },
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_every_kind_of_rope_turns_part_of_a_head(scaling: dict[str, Any]) -> None:
+    """Rows turned as transformers turns them, half of the channels, below and above the trained length."""
+    import torch
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
+
+    raw = {
+        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 1e4, **scaling, **_HALF},
+    }  # fmt: skip
+    rope, theirs = config_from_hf(raw, model_id="x").rope, theirs_of(raw)
+    rows = np.random.default_rng(0).standard_normal((1, 3, 4, 16)).astype(np.float32)
+    for last in (40, 3000):
+        positions = np.array([[0, 7, last]])
+        cos, sin = Phi3RotaryEmbedding(theirs)(torch.from_numpy(rows), torch.from_numpy(positions))
+        turned, _ = apply_rotary_pos_emb(*[torch.from_numpy(rows)] * 2, cos, sin, unsqueeze_dim=2)
+        ours = np.asarray(apply_rope(jnp.asarray(rows), jnp.asarray(positions), rope))
+        # An angle of 3000 radians in float32 is off by 1e-4.
+        np.testing.assert_allclose(ours, turned.numpy(), atol=1e-3 if last == 3000 else 2e-5)
+        np.testing.assert_array_equal(ours[..., 8:], rows[..., 8:])
 
 
 GGUF: dict[str, Any] = {
