@@ -32,6 +32,7 @@ from .models.decoder import Decoder
 from .models.linear_attention import RecurrentState
 from .rotations.rotation import LayerRotation, RotationSet
 from .sharding.places import place_of
+from .text_stream import TextStream
 
 PREFILL_CHUNK = 512  # tokens; chunk boundaries lie on multiples of it
 DECODE_BLOCK = 8  # tokens generated per dispatch, and so the grain of streaming
@@ -525,47 +526,6 @@ def generate(
 ) -> Generation:
     """One run of a `Generator` with these options."""
     return Generator(model, config, **options)(prompts, max_new_tokens, on_token)
-
-
-class TextStream:
-    """Turns the tokens of one sequence into text piece by piece, never splitting a character.
-
-    The text ends before the first of the `stop` strings; what may be the beginning of one is held back.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._shown = 0  # characters
-        self.stopped = False  # whether a stop string was met
-
-    def push(self, token: int) -> str:
-        """The text that became certain with this token; may be empty."""
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd"):  # bytes of a character are still missing
-            return ""
-        return self._next(text, len(text) - self._held(text))
-
-    def finish(self) -> str:
-        """What is left at the end, broken characters included."""
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return self._next(text, len(text))
-
-    def _next(self, text: str, certain: int) -> str:
-        """The text from what is shown to `certain`, or to a stop string."""
-        if self.stopped:
-            return ""
-        met = [at for stop in self._stop if (at := text.find(stop, self._shown)) >= 0]
-        self.stopped = bool(met)
-        end = min(met, default=certain)
-        piece, self._shown = text[self._shown : end], end
-        return piece
-
-    def _held(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        lengths = [size for stop in self._stop for size in range(len(stop)) if text.endswith(stop[:size])]
-        return max(lengths, default=0)
 
 
 def select_rotations(

@@ -117,8 +117,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
     if kind == "int2" and arguments.rotations is None:
         raise ConfigError("--cache int2 needs --rotations")
     from ..evaluation.subject import window_policy
-    from ..generate import Generator, SamplingConfig, TextStream
+    from ..generate import Generator, SamplingConfig
     from ..rotations.store import load_rotation_set
+    from ..text_stream import TextStream
     from . import output
 
     sampling = SamplingConfig(

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..generate import GenerationStatistics, TextStream
+    from ..generate import GenerationStatistics
+    from ..text_stream import TextStream
 
 SHOWN_CHARACTERS = 400  # of a prompt
 

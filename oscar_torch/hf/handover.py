@@ -6,14 +6,13 @@
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from ..core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from .layer import OscarLayer
+# A layer here is an OscarLayer, whose file imports this one.
 
 _handover = threading.local()
 
@@ -24,12 +23,12 @@ def interrupted(columns: int) -> ConfigError:
     return ConfigError(f"an exception interrupted a step, layers have parts of it; allowed: {back}reset()")
 
 
-def announce(layer: "OscarLayer", key: Tensor) -> None:
+def announce(layer: Any, key: Tensor) -> None:
     """Notes that the attention over `key` is that of `layer`."""
     _handover.layer, _handover.key = layer, key
 
 
-def take_announced(key: Tensor) -> "OscarLayer | None":
+def take_announced(key: Tensor) -> Any:
     """The layer whose `update` returned `key`, once; None if no OscarCache did.
 
     Raises ConfigError where an update came, but with other keys: a model that changes them afterwards.
@@ -46,12 +45,12 @@ def take_announced(key: Tensor) -> "OscarLayer | None":
     return layer
 
 
-def request_mask(layer: "OscarLayer", columns: int | Tensor, new_columns: int) -> None:
+def request_mask(layer: Any, columns: int | Tensor, new_columns: int) -> None:
     """Notes that the next mask is for an OscarCache, which the mask function is not told."""
     _handover.mask = (weakref.ref(layer), columns, new_columns)
 
 
-def take_mask_request(columns: int | Tensor, new_columns: int) -> "OscarLayer | None":
+def take_mask_request(columns: int | Tensor, new_columns: int) -> Any:
     """The layer that was just asked for the sizes of a mask over `columns` and `new_columns`, once."""
     request = getattr(_handover, "mask", None)
     _handover.mask = None

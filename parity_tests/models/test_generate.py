@@ -18,7 +18,6 @@ from oscar_jax.generate import (
     Generation,
     Generator,
     SamplingConfig,
-    TextStream,
     generate,
     sample,
     select_rotations,
@@ -29,6 +28,7 @@ from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.models.hf_config import config_from_hf
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
+from oscar_jax.text_stream import CONTEXT, TextStream
 
 VOCABULARY = 80
 SHAPE = {
@@ -556,6 +556,39 @@ def test_text_stream_never_splits_a_character() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
     stream = TextStream(Letters())
     assert stream.push("é".encode()[0]) == "" and stream.finish() == "\ufffd"
+
+
+class CountingLetters(Letters):
+    """Counts what it is given."""
+
+    seen = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        self.seen += len(tokens)
+        return super().decode(tokens, skip_special_tokens)
+
+
+def test_text_stream_costs_the_same_for_every_token() -> None:
+    """A long text of characters of one to four bytes: exact, no token decoded more than a few times."""
+    text = "naïve 日本語 🙂! " * 60
+    tokenizer = CountingLetters()
+    stream = TextStream(tokenizer, stop=("never",))
+    pieces = [stream.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert tokenizer.seen <= (2 * CONTEXT + 8) * len(text.encode())
+    assert stream.finish() == ""
+
+
+def test_text_stream_equals_the_tokenizers_own_text() -> None:
+    """Words that only read right behind others: a tokenizer that joins pieces with spaces."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {word: number for number, word in enumerate(["▁the", "▁sea", "sons", "▁", "é", ",", "<x>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<x>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokens = np.random.default_rng(0).integers(0, len(vocabulary), 200).tolist()
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.push, tokens)) + stream.finish() == tokenizer.decode(tokens)
 
 
 # --- allocation and refusals ---
