@@ -6,8 +6,10 @@ declares that it changes this buffer; its arrays are views at offsets that depen
 operator is a function of what it is given: graphs may be replayed on another cache of the same layout.
 """
 
+import dataclasses
 import functools
 import math
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +41,18 @@ class Layout(NamedTuple):
     value_steps: int = 0
 
 
-class State(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
     """The arrays of one layer, all of them views of one buffer."""
 
     store: LayerCache | DenseCache
     rotation: LayerRotation | None
     reached: Tensor | None  # int32 [B], of rings: the length that each has been written up to
+    opened_as: tuple[Layout, int | None]  # what `open_state` was given
+
+
+# By the address of their buffer, which is theirs as long as they live.
+_opened: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,13 +108,19 @@ def open_state(buffer: Tensor, layout: Layout, window: int | None) -> State:
     }
     if not layout.rotation_heads:
         reached = arrays.pop("reached")
-        return State(DenseCache(**arrays, window=window), None, reached)
+        return _noted(buffer, State(DenseCache(**arrays, window=window), None, reached, (layout, window)))
     fields: dict[str, Any] = {name: arrays.pop(name) for name in fmt.ROTATION_FIELDS}
     for name, steps in zip(FEEDBACKS, (layout.key_steps, layout.value_steps)):
         if steps:
             fields[name] = Feedback(arrays.pop(name), arrays.pop(f"{name}_shift"), steps)
     rotation = LayerRotation(**fields)
-    return State(LayerCache(**arrays, config=cache_geometry(layout)), rotation, None)
+    store = LayerCache(**arrays, config=cache_geometry(layout))
+    return _noted(buffer, State(store, rotation, None, (layout, window)))
+
+
+def _noted(buffer: Tensor, state: State) -> State:
+    _opened[buffer.data_ptr()] = state
+    return state
 
 
 def pin(tensor: Tensor) -> Tensor:
@@ -184,7 +198,10 @@ def decode_step_op(
     implementation: str | None,
 ) -> Tensor:
     """`decode_step` on a buffer: what a compiled model calls."""
-    state = open_state(buffer, Layout(*layout), window)
+    opened_as = Layout(*layout), window
+    state = _opened.get(buffer.data_ptr())
+    if state is None or state.opened_as != opened_as:
+        state = open_state(buffer, *opened_as)
     return decode_step(
         query, key, value, new_lengths, state, softmax_scale=softmax_scale, sliding_window=sliding_window,
         sink_logits=sink_logits, softcap=softcap, implementation=implementation,

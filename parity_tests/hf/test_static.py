@@ -319,6 +319,18 @@ def test_the_buffer_holds_every_array_once():
         assert spans[-1][0] + spans[-1][1] <= size
 
 
+def test_a_buffer_is_opened_once_and_let_go():
+    """A compiled step finds the layer's own arrays by their address; who holds them no longer frees them."""
+    layer = static_layer(None)
+    feed(layer, random_rows(1, 3))
+    address, opened = layer.buffer.data_ptr(), static_state._opened
+    assert opened[address] is layer.state
+    twin = layer.copy()
+    assert opened[twin.buffer.data_ptr()] is twin.state and opened[address] is layer.state
+    layer.reset()
+    assert address not in opened and twin.state is not None
+
+
 def test_the_documented_lines_run():
     """The second Python block of docs/transformers.md, as it stands there: three lines, the compiled path."""
     model = make_model("llama")
