@@ -219,14 +219,15 @@ def update_pages(
     coded_share [B, T, N] as in `update_statistics`.
 
     As `update_statistics` for each sequence in turn, in products over all of them; `start` and T are
-    multiples of 64, so that no page is open between calls. Rows from `count` on are padding.
+    multiples of 64, so that no page is open between calls. Rows from `count` on, a number or one per
+    sequence, are padding.
     """
     heads, head_dim = state.key_sum.high.shape
     batch, tokens = key.shape[:2]
-    step = jnp.arange(tokens)
-    real = (step < count)[None, :, None, None]
-    counts = (step < count) & (start + step >= state.skip_tokens)
-    counted = counts[None, :, None, None]
+    step, count = jnp.arange(tokens), jnp.broadcast_to(jnp.asarray(count, jnp.int32), (batch,))[:, None]
+    real = (step < count)[:, :, None, None]
+    counts = (step < count) & (start + step >= state.skip_tokens)  # [B, T]
+    counted = counts[:, :, None, None]
 
     def flat(rows: jax.Array) -> jax.Array:
         return rows.reshape(-1, *rows.shape[2:])
@@ -237,11 +238,11 @@ def update_pages(
         _group_rows(flat(jnp.where(real, rows.astype(jnp.float32), 0)), heads) for rows in (query, output)
     )
     share = _group_rows(flat(jnp.where(real, coded_share[..., None].astype(jnp.float32), 0)), heads)
-    query_rows = jnp.asarray(count * batch * (query.shape[2] // heads), jnp.int32)
+    query_rows = count.sum(dtype=jnp.int32) * (query.shape[2] // heads)
     paged = keys.reshape(batch, tokens // _PAGE, _PAGE, heads, head_dim)
     first = jnp.arange(tokens // _PAGE) * _PAGE
-    whole = (first + _PAGE <= count) & (start + first >= state.skip_tokens)
-    centered = jnp.where(whole[:, None, None, None], paged - paged.mean(axis=2, keepdims=True), 0)
+    whole = (first + _PAGE <= count) & (start + first >= state.skip_tokens)  # [B, pages]
+    centered = jnp.where(whole[:, :, None, None, None], paged - paged.mean(axis=2, keepdims=True), 0)
     centered = centered.reshape(-1, heads, head_dim)
     metric = state.surrogate_metric
     weighed = jnp.einsum("tkd,kde->tke", counted_keys, metric, precision="highest")
@@ -252,11 +253,11 @@ def update_pages(
         query_rows=state.query_rows + query_rows,
         **_add_coded(state, queries, share),
         key_moment=_add_moment(state.key_moment, centered, centered),
-        key_rows=state.key_rows + batch * _PAGE * whole.sum(dtype=jnp.int32),
+        key_rows=state.key_rows + _PAGE * whole.sum(dtype=jnp.int32),
         key_sum=_add_rows(state.key_sum, counted_keys),
         value_sum=_add_rows(state.value_sum, counted_values),
         value_moment=_add_moment(state.value_moment, counted_values, counted_values),
-        token_rows=state.token_rows + batch * counts.sum(dtype=jnp.int32),
+        token_rows=state.token_rows + counts.sum(dtype=jnp.int32),
         output_moment=_add_moment(state.output_moment, outputs, outputs),
         output_rows=state.output_rows + query_rows,
         surrogate_moment=_add_moment(

@@ -13,6 +13,7 @@ from ..core import cache_format as fmt
 from ..evaluation import fidelity
 from ..evaluation.stepper import Runner, layer_error
 from ..models.config import ModelConfig
+from ..models.weights import host_array
 from ..rotations.rotation import LayerRotation
 from .choice import PROBES, choose_probes
 
@@ -105,7 +106,7 @@ class LayerJudge:
             _key_errors(h.query, h.positions, h.key, h.value, *arrays, **self._options())
             for h in self.held_out
         ]
-        return [(np.asarray(kl), np.asarray(error)) for kl, error in pairs]
+        return [(host_array(kl), host_array(error)) for kl, error in pairs]
 
     def value_errors(self, rotation: LayerRotation, multiplier: int) -> list[np.ndarray]:
         """Per sequence relative output error [K] with values coded and exact keys."""
@@ -115,7 +116,7 @@ class LayerJudge:
             _value_errors(h.query, h.positions, h.key, h.value, *arrays, **self._options())
             for h in self.held_out
         ]
-        return [np.asarray(error) for error in errors]
+        return [host_array(error) for error in errors]
 
     def layer_errors(self, rotation: LayerRotation) -> list[dict[str, float]]:
         """Per sequence "kl", "output_error" and "value_error" of the whole rotation, means over heads."""

@@ -15,6 +15,7 @@ import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import numpy as np
 
 from ..core import cache_format as fmt
@@ -94,6 +95,8 @@ def calibrate(
     )
     fingerprint = config.fingerprint or weights_fingerprint(subject.model)
     run = repr((fingerprint, [s.tolist() for s in fitted], chunk, layers, about["dtype"], about["device"]))
+    if subject.mesh is not None:
+        run += repr(dict(subject.mesh.shape))
     header = RotationHeader(
         model_id=config.model_id,
         layers=layers,
@@ -112,31 +115,36 @@ def calibrate(
     state_path = out / running_sums.STATE_FILE
     if restart:
         state_path.unlink(missing_ok=True)
-    statistics = running_sums.gather_statistics(
-        subject.model,
-        config,
-        layers,
-        fitted,
-        chunk=chunk,
-        save_every=save_every,
-        state_path=state_path,
-        run_digest=streams.text_digest(run),
-        on_chunk=lambda tokens: progress("statistics", tokens, about["fit_tokens"]),
-    )
-    result = fit_rotation_set(
-        make_runner(subject.model, config),
-        statistics,
-        held_out,
-        settings,
-        header,
-        chunk=chunk,
-        on_chunk=lambda tokens: progress("held-out text", tokens, about["held_out_tokens"]),
-        on_layer=lambda layer: progress("choice per layer", 1, len(layers)),
-    )
-    store.save_rotation_set(result.rotation_set, out / store.ROTATION_DIRECTORY)
-    statistics_file.save_statistics(statistics, out / statistics_file.STATISTICS_FILE, header)
-    save_report(result, out, about)
-    state_path.unlink(missing_ok=True)
+    with subject.context():
+        statistics = running_sums.gather_statistics(
+            subject.model,
+            config,
+            layers,
+            fitted,
+            chunk=chunk,
+            save_every=save_every,
+            state_path=state_path,
+            run_digest=streams.text_digest(run),
+            on_chunk=lambda tokens: progress("statistics", tokens, about["fit_tokens"]),
+        )
+        result = fit_rotation_set(
+            make_runner(subject.model, config),
+            statistics,
+            held_out,
+            settings,
+            header,
+            chunk=chunk,
+            on_chunk=lambda tokens: progress("held-out text", tokens, about["held_out_tokens"]),
+            on_layer=lambda layer: progress("choice per layer", 1, len(layers)),
+        )
+    if jax.process_index() == 0:  # of several hosts the first one writes
+        if jax.process_count() == 1:
+            store.save_rotation_set(result.rotation_set, out / store.ROTATION_DIRECTORY)
+        else:  # an Orbax directory would wait for the others
+            store.save_safetensors(result.rotation_set, out / store.ROTATION_FILE)
+        statistics_file.save_statistics(statistics, out / statistics_file.STATISTICS_FILE, header)
+        save_report(result, out, about)
+        state_path.unlink(missing_ok=True)
     return result
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError
@@ -19,8 +20,12 @@ from ..evaluation.blockwise import coded_share, finish
 from ..evaluation.stepper import ModelRows, allocate_model_rows, attend_and_store, padding_of
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.experts import DATA_AXIS, MODEL_AXIS
+from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from ..rotations.statistics import LayerStatistics
+from ..sharding.caches import ROWS
+from ..sharding.mesh import spread
 from . import covariance
 
 STATE_FILE = "calibration_state.npz"
@@ -32,35 +37,115 @@ STATE_FILE = "calibration_state.npz"
 def make_statistics_step(
     model: Decoder, config: ModelConfig, layers: Sequence[int]
 ) -> Callable[..., tuple[ModelRows, dict[int, covariance.StatisticsState]]]:
-    """A compiled step(state, tokens int32 [B, T], start, count, rows, statistics) -> (rows, statistics).
+    """A compiled step(state, tokens int32 [B, T], start, counts, rows, statistics) -> (rows, statistics).
 
-    The first `count` tokens are real. The old rows are consumed. With `statistics` None only rows are added.
+    The first counts[b] tokens of sequence b are real. The old rows are consumed. With `statistics` None only
+    rows are added. Inside `jax.set_mesh` sequences lie along `data`, and statistics have a leading axis with
+    one state per data shard.
     """
     graph, _ = nnx.split(model)
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def of_layer(layer, query, key, value, stored, statistics, start, counts, sinks):
+        part, stored = attend_and_store(
+            config, layer, query, key, value, stored, start, None, measure_coded=statistics is not None
+        )
+        out = finish([part], **sinks)
+        if statistics is not None:
+            # The statistics are of the rows that a cache stores.
+            rows = query, round_to_bfloat16(key), round_to_bfloat16(value), out
+            share = coded_share(part, **sinks)
+            statistics = covariance.update_pages(statistics, *rows, share, start, counts)
+        return out, stored, statistics
+
+    def of_layer_on_a_mesh(layer, query, key, value, stored, statistics, start, counts, sinks):
+        def of_a_shard(query, key, value, stored, statistics, start, counts, sinks):
+            own = jax.tree.map(lambda leaf: leaf[0], statistics)
+            out, stored, own = of_layer(layer, query, key, value, stored, own, start, counts, sinks)
+            return out, stored, jax.tree.map(lambda leaf: leaf[None], own)
+
+        sums = None if statistics is None else _lane_specs(statistics)
+        places = PartitionSpec(DATA_AXIS, MODEL_AXIS)
+        inputs = (ROWS, ROWS, ROWS, places, sums, PartitionSpec())
+        return jax.shard_map(
+            of_a_shard,
+            in_specs=(*inputs, PartitionSpec(DATA_AXIS), PartitionSpec(MODEL_AXIS)),
+            out_specs=(ROWS, places, sums),
+            check_vma=False,
+        )(query, key, value, stored, statistics, start, counts, sinks)
+
+    one_layer = of_layer if mesh.empty else of_layer_on_a_mesh
 
     @functools.partial(jax.jit, donate_argnums=4)
-    def step(state, tokens, start, count, rows, statistics):
+    def step(state, tokens, start, counts, rows, statistics):
         updated = {} if statistics is None else dict(statistics)
+        tokens = spread(tokens, DATA_AXIS)
 
         def attention(layer: int, query, key, value, state, **sinks):
-            part, state = attend_and_store(
-                config, layer, query, key, value, state, start, None, measure_coded=layer in updated
-            )
-            out = finish([part], **sinks)
-            if layer in updated:
-                # The statistics are of the rows that a cache stores.
-                rows = query, round_to_bfloat16(key), round_to_bfloat16(value), out
-                share = coded_share(part, **sinks)
-                updated[layer] = covariance.update_pages(updated[layer], *rows, share, start, count)
+            sums = updated.get(layer)
+            out, state, sums = one_layer(layer, query, key, value, state, sums, start, counts, sinks)
+            if sums is not None:
+                updated[layer] = sums
             return out, state
 
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         _, rows = nnx.merge(graph, state).hidden_states(
-            tokens, rows, positions=positions, attention=attention, **padding_of(config, tokens, count)
+            tokens, rows, positions=positions, attention=attention, **padding_of(config, tokens, counts)
         )
         return rows, None if statistics is None else updated
 
     return step
+
+
+def _lane_specs(statistics: covariance.StatisticsState) -> covariance.StatisticsState:
+    """How states with a leading axis of data shards lie on a mesh: heads along `model`."""
+    lane, heads = PartitionSpec(DATA_AXIS), PartitionSpec(DATA_AXIS, MODEL_AXIS)
+    specs = jax.tree.map(lambda leaf: heads if leaf.ndim > 1 else lane, statistics)
+    return dataclasses.replace(specs, open_page=PartitionSpec(DATA_AXIS, None, MODEL_AXIS))
+
+
+def _in_lanes(state: covariance.StatisticsState, lanes: int) -> covariance.StatisticsState:
+    """The same state once per data shard, on the mesh of the context."""
+    wide = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), state)
+    return jax.tree.map(jax.lax.with_sharding_constraint, wide, _lane_specs(wide))
+
+
+def _merged(state: covariance.StatisticsState, lanes: int | None) -> covariance.StatisticsState:
+    """The sums over all lanes, lane by lane; without lanes the state itself."""
+    if lanes is None:
+        return state
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [host_array(leaf) for leaf in leaves]
+    parts = [jax.tree.unflatten(structure, [leaf[lane] for leaf in leaves]) for lane in range(lanes)]
+    return functools.reduce(covariance.merge_statistics, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which sequences go through the decoder together, and from which step on the surrogate metric is fixed.
+
+    The metric, the query covariance that the published value basis weighs rows by, is that of the first fifth
+    of the sequences, or of the first chunks of the first one if there are fewer than five: it depends neither
+    on how many go together nor on the mesh. See `covariance.fix_surrogate_metric`.
+    """
+
+    groups: list[Sequence[np.ndarray]]  # at most `size` each
+    size: int
+    steps: list[tuple[int, int]]  # group and first token
+    metric_from: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[np.ndarray], length: int, width: int, most: int, lanes: int) -> "_Plan":
+        count, chunks = len(sequences), -(-length // width)
+        first = count // 5 or 1  # sequences that go before all others
+        rounds = -(-count // (most * lanes))
+        size = lanes * -(-count // (rounds * lanes))  # as few steps as possible, filled evenly
+        groups: list[Sequence[np.ndarray]] = []
+        for part in (sequences[:first], sequences[first:]):
+            groups += [part[i : i + size] for i in range(0, len(part), size)]
+        steps = [(number, start) for number in range(len(groups)) for start in range(0, length, width)]
+        metric_from = -(-first // size) * chunks if count >= 5 else max(1, count * chunks // 5)
+        return cls(groups, size, steps, metric_from)
 
 
 def gather_statistics(
@@ -80,53 +165,59 @@ def gather_statistics(
     A step takes `chunk` tokens: of one sequence, or of as many whole sequences as fit. A saved state of the
     same `run_digest` is taken up; the result does not depend on interruptions. `on_chunk(tokens)` is called
     with the tokens of every step that is done, also of those skipped.
+
+    Inside `jax.set_mesh` every data shard takes a chunk of sequences of its own into sums of its own, which
+    are merged at the end. The products that are added up are those of one device, and adding float32 pairs
+    loses less than 2**-40 of the sum of their magnitudes: so much may statistics of another split differ.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    lanes = None if mesh.empty else mesh.shape[DATA_AXIS]
     step = make_statistics_step(model, config, layers)
     _, weights = nnx.split(model)
     # A metric of zeros gathers nothing, and lets one compiled step serve before and after it is fixed.
     no_metric = jnp.zeros((config.num_key_value_heads, config.head_dim, config.head_dim), jnp.float32)
-    statistics = {
-        layer: dataclasses.replace(
-            covariance.init_statistics(
-                config.num_key_value_heads, config.head_dim, skip_tokens=config.cache_config().sink_tokens
-            ),
-            surrogate_metric=no_metric,
-        )
-        for layer in layers
-    }
+    empty = dataclasses.replace(
+        covariance.init_statistics(
+            config.num_key_value_heads, config.head_dim, skip_tokens=config.cache_config().sink_tokens
+        ),
+        surrogate_metric=no_metric,
+    )
+    statistics = {layer: empty if lanes is None else _in_lanes(empty, lanes) for layer in layers}
     length = len(sequences[0])
     width = min(chunk, -(-length // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
-    # As many as fit and divide the whole, so that one compiled step serves all.
     most = max(1, chunk // width) if width >= length else 1
-    together = max(n for n in range(1, most + 1) if len(sequences) % n == 0)
-    groups = [np.stack(sequences[i : i + together]) for i in range(0, len(sequences), together)]
-    plan = [(number, start) for number in range(len(groups)) for start in range(0, length, width)]
-    # The published value basis weighs rows by the query covariance, which must be known before: here from the
-    # first fifth of the steps. See `covariance.fix_surrogate_metric`.
-    metric_from = max(1, len(plan) // 5)
+    plan = _Plan.of(sequences, length, width, most, lanes or 1)
     done = 0
     if state_path is not None and state_path.exists():
         statistics, done = load_state(state_path, statistics, run_digest)
-    resumed = plan[done][0] if done < len(plan) else len(groups)
+    resumed = plan.steps[done][0] if done < len(plan.steps) else len(plan.groups)
     rows: ModelRows = []
     running: tuple[Any, int] | None = None  # something that is ready when the last step is, and its tokens
-    for index, (number, start) in enumerate(plan):
-        group = groups[number]
+    for index, (number, start) in enumerate(plan.steps):
+        group = np.stack(plan.groups[number])
         count = min(width, length - start)
         if number < resumed:
             on_chunk(count * len(group))
             continue
         if start == 0:
-            rows = allocate_model_rows(config, len(group), -(-length // width) * width)
-        tokens = np.zeros((len(group), width), np.int32)
-        tokens[:, :count] = group[:, start : start + count]
+            rows = allocate_model_rows(config, plan.size, -(-length // width) * width)
+        tokens = np.zeros((plan.size, width), np.int32)
+        tokens[: len(group), :count] = group[:, start : start + count]
+        counts = np.where(np.arange(plan.size) < len(group), count, 0).astype(np.int32)
         if index < done:  # the interrupted group: rebuild its rows, count nothing twice
-            rows, _ = step(weights, tokens, start, count, rows, None)
+            rows, _ = step(weights, tokens, start, counts, rows, None)
             on_chunk(count * len(group))
             continue
-        if index == metric_from:
-            statistics = {k: covariance.fix_surrogate_metric(s) for k, s in statistics.items()}
-        rows, statistics = step(weights, tokens, start, count, rows, statistics)
+        if index == plan.metric_from:
+            for layer, state in statistics.items():
+                metric = covariance.fix_surrogate_metric(_merged(state, lanes)).surrogate_metric
+                if lanes is not None:
+                    metric = _in_lanes(
+                        dataclasses.replace(empty, surrogate_metric=metric), lanes
+                    ).surrogate_metric
+                # Nothing was weighed before: the metric was zero.
+                statistics[layer] = dataclasses.replace(state, surrogate_metric=metric)
+        rows, statistics = step(weights, tokens, start, counts, rows, statistics)
         # The device is given a step before the one before it is waited for.
         if running is not None:
             jax.block_until_ready(running[0])
@@ -138,20 +229,7 @@ def gather_statistics(
         jax.block_until_ready(running[0])
         on_chunk(running[1])
     return {
-        layer: dataclasses.replace(covariance.finalize_statistics(state), **_positions(config, layer, length))
-        for layer, state in statistics.items()
-    }
-
-
-def _positions(config: ModelConfig, layer: int, context: int) -> dict[str, Any]:
-    """What statistics say of positions: how keys turn with them, and up to where the model has some."""
-    rope = config.layer_rope(layer)
-    frequencies = np.zeros(0) if rope is None else rope.inverse_frequencies(config.head_dim)
-    return {
-        "rope_frequencies": np.asarray(frequencies, np.float64),
-        "rope_interleaved": rope is not None and rope.interleaved,
-        "context": context,
-        "reach": max(context, config.max_positions),
+        layer: covariance.finalize_statistics(_merged(state, lanes)) for layer, state in statistics.items()
     }
 
 
@@ -160,10 +238,12 @@ def save_state(
 ) -> None:
     """Writes the running sums after `done` chunks, atomically."""
     arrays: dict[str, Any] = {
-        f"{layer}/{number}": np.asarray(leaf)
+        f"{layer}/{number}": host_array(leaf)
         for layer, state in statistics.items()
         for number, leaf in enumerate(jax.tree.leaves(state))
     }
+    if jax.process_index():  # the first host writes
+        return
     with replacing_file(path) as partial, partial.open("wb") as stream:
         np.savez(stream, **arrays, done=np.int64(done), run_digest=np.asarray(run_digest))
 

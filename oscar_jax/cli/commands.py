@@ -11,6 +11,8 @@ from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from ..evaluation.subject import Subject
 
 
@@ -40,6 +42,8 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
             restart=arguments.restart,
             progress=bars,
         )
+    if not _first_host():
+        return
     report = (pathlib.Path(arguments.out) / "report.md").read_text(encoding="utf-8")
     print(report.split("\n![")[0])
     print(f"Rotation set and report: {arguments.out}")
@@ -96,13 +100,15 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
                 progress=bars,
                 **common,
             )
-        print("\n".join(needles.needle_table(document)))
+        if _first_host():
+            print("\n".join(needles.needle_table(document)))
         return
     with output.Bars() as bars:
         document = job.evaluate(
             model, texts, arguments.out, every=arguments.every, progress=bars, warn=output.warn, **common
         )
-    output.print_evaluation(document, arguments.out)
+    if _first_host():
+        output.print_evaluation(document, arguments.out)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -154,10 +160,14 @@ def run_generate(arguments: argparse.Namespace) -> None:
         sampling=sampling,
         window_policy=window_policy(arguments.all_layers),
         tokenizer=subject.tokenizer,
+        mesh=subject.mesh,
     )
     stop = arguments.stop or []
     shown = output.Continuations(prompts, [TextStream(subject.tokenizer, stop) for _ in prompts])
-    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token, stop=stop)
+    first = _first_host()
+    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token if first else None, stop=stop)
+    if not first:
+        return
     shown.finish()
     for line in output.generation_summary(result.statistics, config.model_id):
         print(line, file=sys.stderr)
@@ -247,11 +257,35 @@ def _model(arguments: argparse.Namespace) -> "Subject":
 
     from ..evaluation.subject import load_subject
 
+    mesh = _mesh(arguments)
     _keep_compiled_programs(arguments.compilation_cache)
 
     with Console(stderr=True).status(f"loading {pathlib.Path(arguments.model).name}"):
-        subject = load_subject(arguments.model, arguments.dtype)
+        subject = load_subject(arguments.model, arguments.dtype, mesh)
     if name := getattr(arguments, "model_id", None):  # the user says whose rotations fit
         config = dataclasses.replace(subject.config, model_id=name, fingerprint=None)
         return dataclasses.replace(subject, config=config)
     return subject
+
+
+def _mesh(arguments: argparse.Namespace) -> "Mesh | None":
+    """The devices of --mesh, the hosts of --coordinator joined first; None without."""
+    import jax
+
+    found = (arguments.coordinator, arguments.hosts, arguments.host)
+    if any(part is not None for part in found):
+        if None in found or arguments.mesh is None:
+            raise ConfigError("several hosts need --mesh, --coordinator, --hosts and --host")
+        jax.distributed.initialize(*found)
+    if arguments.mesh is None:
+        return None
+    from ..sharding import parse_mesh
+
+    return parse_mesh(arguments.mesh)
+
+
+def _first_host() -> bool:
+    """Whether this host is the one that prints and writes."""
+    import jax
+
+    return jax.process_index() == 0

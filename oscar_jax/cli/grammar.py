@@ -170,6 +170,16 @@ def _add_model_id(command: _Parser) -> None:
     command.add_argument("--model-id", metavar="NAME", help=about)
 
 
+def _add_mesh(command: _Parser) -> None:
+    group = command.add_argument_group("several devices (docs/sharding.md)")
+    about = "data=N,model=N: sequences spread over data, heads and weights over model"
+    group.add_argument("--mesh", metavar="SIZES", help=about)
+    about = "the same command runs on every host; --hosts of them find each other here"
+    group.add_argument("--coordinator", metavar="HOST:PORT", help=about)
+    group.add_argument("--hosts", type=_integer, metavar="N", help="number of hosts, with --coordinator")
+    group.add_argument("--host", type=_integer, metavar="I", help="which of them this one is, from 0")
+
+
 def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
     defaults = CalibrationConfig()
     command.add_argument("--basis", choices=bases, default="", help=about)
@@ -190,6 +200,7 @@ def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
 def _grow_calibrate(command: _Parser) -> None:
     defaults = CalibrationConfig()
     _add_model(command)
+    _add_mesh(command)
     about = "calibration text, see below"
     command.add_argument("--text", required=True, nargs="+", metavar="TEXT", help=about)
     command.add_argument("--out", required=True, metavar="DIR", help="where rotation set and report go")
@@ -224,6 +235,7 @@ def _grow_fit(command: _Parser) -> None:
 
 def _grow_evaluate(command: _Parser) -> None:
     _add_model(command)
+    _add_mesh(command)
     about = "what `oscar calibrate` wrote, or a .safetensors file"
     command.add_argument("--rotations", metavar="DIR", help=about)
     _add_model_id(command)
@@ -250,6 +262,7 @@ def _grow_evaluate(command: _Parser) -> None:
 
 def _grow_generate(command: _Parser) -> None:
     _add_model(command)
+    _add_mesh(command)
     command.add_argument("--rotations", metavar="DIR", help="needed for --cache int2")
     _add_model_id(command)
     about = "default: int2 with --rotations, else bf16"

@@ -23,6 +23,7 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
 from ..models.config import ModelConfig
+from ..models.weights import host_array
 from ..rotations import store
 from ..rotations.rotation import RotationSet
 from ..rotations.statistics import STATISTICS_FILE, load_statistics
@@ -93,24 +94,26 @@ def evaluate(
             f"only {100 * share:.0f} % of the tokens read at the judged positions come from INT2 pages; "
             "a longer --context shows more of the error"
         )
-    runner = make_runner(question.subject.model, config)
-    results: list[StreamResult] = []
-    document: dict[str, Any] = {}
-    for stream, tokens in zip(question.streams, sequences):
-        result = evaluate_stream(
-            runner,
-            question.methods,
-            stream,
-            tokens,
-            question.layers,
-            chunk=question.chunk,
-            every=every,
-            on_chunk=lambda count: progress("evaluation", count, context * len(sequences)),
-        )
-        results.append(result)
-        # Saved after every text, so that an interrupted run keeps what it has measured.
-        document = evaluation_document(results, question.methods, question.about)
-        save_evaluation(document, results, question.methods, out)
+    with question.subject.context():
+        runner = make_runner(question.subject.model, config)
+        results: list[StreamResult] = []
+        document: dict[str, Any] = {}
+        for stream, tokens in zip(question.streams, sequences):
+            result = evaluate_stream(
+                runner,
+                question.methods,
+                stream,
+                tokens,
+                question.layers,
+                chunk=question.chunk,
+                every=every,
+                on_chunk=lambda count: progress("evaluation", count, context * len(sequences)),
+            )
+            results.append(result)
+            # Saved after every text, so that an interrupted run keeps what it has measured.
+            document = evaluation_document(results, question.methods, question.about)
+            if jax.process_index() == 0:  # of several hosts the first one writes
+                save_evaluation(document, results, question.methods, out)
     return document
 
 
@@ -145,23 +148,26 @@ def evaluate_needles(
 
     def save(document: dict[str, Any]) -> None:
         document = question.about | document
+        if jax.process_index():  # of several hosts the first one writes
+            return
         (out / "needle.json").write_text(json.dumps(document, indent=1) + "\n")
         (out / "needle.md").write_text("\n".join(needles.needle_table(document)) + "\n")
 
-    return question.about | needles.run_needles(
-        make_runner(subject.model, subject.config),
-        question.methods,
-        question.streams,
-        subject.encode,
-        subject.decode,
-        context=context,
-        chunk=chunk,
-        needles=planted,
-        trials=trials,
-        seed=seed,
-        on_chunk=lambda tokens: progress("needles", tokens, trials * context),
-        on_trial=save,
-    )
+    with subject.context():
+        return question.about | needles.run_needles(
+            make_runner(subject.model, subject.config),
+            question.methods,
+            question.streams,
+            subject.encode,
+            subject.decode,
+            context=context,
+            chunk=chunk,
+            needles=planted,
+            trials=trials,
+            seed=seed,
+            on_chunk=lambda tokens: progress("needles", tokens, trials * context),
+            on_trial=save,
+        )
 
 
 def _prepare(
@@ -302,8 +308,8 @@ def _walk(
     def collect(pending: tuple[Any, int, list[jax.Array], int, int]) -> None:
         columns, count, queries, probed, done = pending
         if columns is not None:
-            measures.append([np.asarray(column)[:, :count] for column in columns])
-        probe_queries.append([np.asarray(query)[:probed] for query in queries])
+            measures.append([host_array(column)[:, :count] for column in columns])
+        probe_queries.append([host_array(query)[:probed] for query in queries])
         on_chunk(done)
 
     # The device works on one chunk while the outcome of the one before is fetched.

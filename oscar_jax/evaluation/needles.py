@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.errors import ConfigError
 from ..models.linear_attention import RecurrentState
+from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from .blockwise import Partial, attend_own, attend_rows, finish
 from .stepper import Method, Runner, recipes_of
@@ -201,7 +202,7 @@ def retrieve(
     for row, question in zip(questions, asked):
         row[: len(question)] = question
     longest = max(len(encode(" " + number)) for number in planted.numbers) + 2
-    answers = np.asarray(ask(runner.state, rows, context, questions, lengths, answer=longest))
+    answers = host_array(ask(runner.state, rows, context, questions, lengths, answer=longest))
     return [
         [
             decode(answer.tolist()).strip().startswith(number)

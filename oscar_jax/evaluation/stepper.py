@@ -19,9 +19,12 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.experts import DATA_AXIS, MODEL_AXIS
 from ..models.linear_attention import allocate_recurrent_state
+from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from ..rotations.rotation import LayerRotation
+from ..sharding.mesh import spread
 from . import fidelity
 from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
 
@@ -86,14 +89,22 @@ class Runner:
 def allocate_model_rows(
     config: ModelConfig, batch: int, tokens: int, restored: Sequence[int] = ()
 ) -> ModelRows:
-    """Empty rows of every layer, with restored ones beside them in the layers `restored`."""
-    geometry = config.cache_config()
-    return [
-        allocate_recurrent_state(config.linear, batch)
-        if config.linear is not None and layer in config.linear_layers
-        else allocate_rows(geometry, batch, tokens, restored=layer in restored)
-        for layer in range(config.num_layers)
-    ]
+    """Empty rows of every layer, with restored ones beside them in the layers `restored`.
+
+    Inside `jax.set_mesh` they are spread over the mesh: heads, and the batch if it divides.
+    """
+
+    def make() -> ModelRows:
+        geometry = config.cache_config()
+        rows = [
+            allocate_recurrent_state(config.linear, batch)
+            if config.linear is not None and layer in config.linear_layers
+            else allocate_rows(geometry, batch, tokens, restored=layer in restored)
+            for layer in range(config.num_layers)
+        ]
+        return jax.tree.map(lambda store: spread(store, DATA_AXIS, MODEL_AXIS), rows)
+
+    return make() if jax.sharding.get_abstract_mesh().empty else jax.jit(make)()
 
 
 def padding_of(config: ModelConfig, tokens: jax.Array, count: jax.Array | int | None) -> dict[str, jax.Array]:
@@ -120,6 +131,7 @@ def make_runner(model: Decoder, config: ModelConfig) -> Runner:
     @functools.partial(jax.jit, static_argnames=("capture",), donate_argnums=(3,))
     def step(state, tokens, start, rows, recipes, probes=None, count=None, capture: tuple[int, ...] = ()):
         queries: list[jax.Array] = []
+        tokens = spread(tokens, DATA_AXIS)
         positions = start + jnp.arange(tokens.shape[1])
 
         def attention(layer: int, query, key, value, state, **sinks):
@@ -232,7 +244,7 @@ def layer_error(
         sliding_window=config.layer_windows[layer],
         softcap=config.attention_softcap,
     )
-    return {name: float(np.asarray(values).mean()) for name, values in errors.items()}
+    return {name: float(host_array(values).mean()) for name, values in errors.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))

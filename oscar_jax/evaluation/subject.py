@@ -1,5 +1,6 @@
 """The model under study: decoder, configuration, tokenizer; what every job starts with."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -8,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ..core.errors import ConfigError
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, WindowPolicy
 from ..models.cached_attention import int2_layers
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.experts import MODEL_AXIS
 from ..models.weights import load_model, resolve_model_path
+from ..sharding.weights import load_model as load_sharded
 
 # progress(stage, done, total): `done` more of `total` units of a stage are finished.
 Progress = Callable[[str, int, int], None]
@@ -42,6 +46,7 @@ class Subject:
     model: Decoder
     config: ModelConfig
     tokenizer: Any  # a transformers tokenizer
+    mesh: Mesh | None = None  # the devices that the model is spread over
 
     @property
     def dtype(self) -> str:
@@ -67,16 +72,34 @@ class Subject:
             )
         return layers
 
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Where its jobs run: one device, or the mesh. ConfigError if heads would have to be copied there."""
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        shards, heads = self.mesh.shape[MODEL_AXIS], self.config.num_key_value_heads
+        if heads % shards:
+            raise ConfigError(
+                f"model = {shards} devices would copy the {heads} key/value heads, allowed here: divisors of "
+                f"{heads}"
+            )
+        return jax.set_mesh(self.mesh)
 
-def load_subject(model: Subject | str | os.PathLike[str], dtype: str | None = None) -> Subject:
+
+def load_subject(
+    model: Subject | str | os.PathLike[str], dtype: str | None = None, mesh: Mesh | None = None
+) -> Subject:
     """A subject from a checkpoint or the name of a weights package; the last one loaded is kept.
 
-    `dtype` is the arithmetic: by default float32 on a CPU, bfloat16 elsewhere. A Subject is
-    returned as it is.
+    `dtype` is the arithmetic: by default float32 on a CPU, bfloat16 elsewhere; `mesh` the devices it is
+    spread over. A Subject is returned as it is.
     """
-    return model if isinstance(model, Subject) else _load_once(str(resolve_model_path(str(model))), dtype)
+    if isinstance(model, Subject):
+        return model
+    return _load_once(str(resolve_model_path(str(model))), dtype, mesh)
 
 
 @functools.lru_cache(maxsize=1)
-def _load_once(path: str, dtype: str | None) -> Subject:
-    return Subject(Path(path), *load_model(path, dtype=dtype))
+def _load_once(path: str, dtype: str | None, mesh: Mesh | None) -> Subject:
+    if mesh is None:
+        return Subject(Path(path), *load_model(path, dtype=dtype))
+    return Subject(Path(path), *load_sharded(path, mesh, dtype=dtype), mesh)

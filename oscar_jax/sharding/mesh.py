@@ -48,6 +48,15 @@ def check_batch(batch: int, mesh: Mesh) -> None:
         raise ConfigError(f"{batch} sequences, allowed: multiples of data = {mesh.shape[DATA_AXIS]}")
 
 
+def spread(array: jax.Array, *axes: str | None) -> jax.Array:
+    """Inside `jax.set_mesh`: the array spread along these axes where sizes divide; elsewhere as it is."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if not sizes:
+        return array
+    known = [axis if axis and size % sizes[axis] == 0 else None for axis, size in zip(axes, array.shape)]
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(*known))
+
+
 def on_mesh(mesh: Mesh, *axes: str | None) -> NamedSharding:
     """The sharding whose array axes lie along these mesh axes; none: a copy on every device."""
     return NamedSharding(mesh, PartitionSpec(*axes))

@@ -127,9 +127,10 @@ class OnMesh(OneDevice):
 def place_of(model: Decoder, config: ModelConfig, mesh: Mesh | None) -> OneDevice:
     """The place of a decoder with the checkpoint's `config`; ConfigError unless it is spread for the mesh."""
     place = OneDevice(config) if mesh is None else OnMesh(config, mesh)
-    if model.config.shards != place.config.shards:
+    shards = getattr(getattr(model, "config", None), "shards", 1)  # a decoder of one's own may have none
+    if shards != place.config.shards:
         raise ConfigError(
-            f"the model is spread over {model.config.shards} devices, the mesh has model = "
+            f"the model is spread over {shards} devices, the mesh has model = "
             f"{place.config.shards}: place it by oscar_jax.sharding.place_model or load_model"
         )
     return place

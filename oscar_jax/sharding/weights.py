@@ -46,6 +46,10 @@ def parameter_spec(name: str, shape: tuple[int, ...], config: ModelConfig) -> Pa
 
 def placement(config: ModelConfig, mesh: Mesh) -> weights.Placement:
     """Where `models.weights.build_model` puts each weight; ConfigError if a width does not divide."""
+    if config.linear_layers:
+        raise ConfigError(
+            f"{config.model_id!r} has recurrent layers, which do not spread, allowed: models without"
+        )
     spread = config.for_shards(mesh.shape[MODEL_AXIS])
     return weights.Placement(
         spread.shards, lambda name, shape: on_mesh(mesh, *parameter_spec(name, shape, spread))

@@ -125,7 +125,6 @@ from oscar_jax.generate import Generator
 from oscar_jax.models.experts import ExpertsConfig
 from oscar_jax.models.weights import load_model, weights_fingerprint
 from oscar_jax.rotations.rotation import hadamard_rotation
-from parity_tests.models.tiny_model import write_tiny_model
 from parity_tests.sharding.random_model import random_decoder
 
 def check(name, model, placed, config, mesh):
@@ -182,3 +181,42 @@ def test_generation_on_a_mesh_makes_the_same_tokens(tmp_path: Path) -> None:
     """A checkpoint loaded in parts, heads copied, and experts: the tokens of one device."""
     lines = on_eight_devices(GENERATE, str(tmp_path / "model"))
     assert lines == ["same: dense", "3 sequences, allowed: multiples of data = 2", "same: experts"]
+
+
+CALIBRATE = """
+import dataclasses
+import jax, numpy as np
+from oscar_jax import sharding
+from oscar_jax.calibration.statistics import gather_statistics
+from parity_tests.sharding.random_model import random_decoder
+
+model = random_decoder(num_layers=1)
+rng = np.random.default_rng(0)
+sequences = [rng.integers(0, 250, 448).astype(np.int32) for _ in range(6)]
+
+def gather(mesh):
+    options = {"chunk": 256, "save_every": 99, "state_path": None, "run_digest": ""}
+    if mesh is None:
+        return gather_statistics(model, model.config, (0,), sequences, **options)[0]
+    with jax.set_mesh(mesh):
+        placed = sharding.place_model(model, mesh)
+        return gather_statistics(placed, model.config, (0,), sequences, **options)[0]
+
+one = gather(None)
+# Alone along data every device does what one does, and only sums are merged; along model rows are rounded
+# differently, which moves a mean of products by as much as they are off, 2**-8 a row, less over many.
+for sizes, bound in (((4, 1), 2.0**-40), ((2, 2), 2.0**-10)):
+    found = gather(sharding.make_mesh(*sizes))
+    for field in dataclasses.fields(one):
+        a, b = (getattr(statistics, field.name) for statistics in (one, found))
+        assert (a is None) == (b is None), field.name
+        if a is not None:
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            assert np.abs(a - b).max() <= bound * np.abs(a).max(), (sizes, field.name, np.abs(a - b).max())
+    print("same:", sizes)
+"""
+
+
+def test_statistics_do_not_depend_on_the_split() -> None:
+    """Sequences over data: statistics within the stated 2**-40; heads over model: within rounding of rows."""
+    assert on_eight_devices(CALIBRATE) == ["same: (4, 1)", "same: (2, 2)"]
