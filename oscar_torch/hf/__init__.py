@@ -1,7 +1,7 @@
 """OSCAR-KV inside transformers: a cache class and an attention function. The only folder that imports it.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="oscar")
-    cache = OscarCache("rotations.safetensors", model.config)
+    cache = OscarCache("rotations.safetensors", model)
     model.generate(**inputs, past_key_values=cache)
 
 Importing this package registers the attention function "oscar".

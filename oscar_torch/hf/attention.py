@@ -340,13 +340,13 @@ def _check_foreign(cache: Cache | None) -> None:
     if not (own and isinstance(cache, DynamicCache)):
         raise ConfigError(
             f"attn_implementation {ATTENTION!r} with a cache of class {type(cache).__name__}, "
-            "allowed: past_key_values=OscarCache(rotations, model.config), or transformers' own DynamicCache"
+            "allowed: past_key_values=OscarCache(rotations, model), or transformers' own DynamicCache"
         )
     if "dynamic" not in _told:
         _told.add("dynamic")
         _log.warning(
             "attention %r over a DynamicCache attends like 'sdpa', nothing is quantized "
-            "(2-bit pages need past_key_values=OscarCache(rotations, model.config))",
+            "(2-bit pages need past_key_values=OscarCache(rotations, model))",
             ATTENTION,
         )
 
