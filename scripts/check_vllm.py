@@ -289,7 +289,7 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=names, action="append", help="this check alone; may be repeated")
     parser.add_argument("--layers", type=int, default=2, help="of the random model")
-    parser.add_argument("--sequences", type=int, default=6, help="max_num_seqs")
+    parser.add_argument("--sequences", type=int, default=8, help="max_num_seqs")
     parser.add_argument("--budget", type=int, default=2048 if ON_GPU else 300, help="max_num_batched_tokens")
     parser.add_argument(
         "--blocks", type=int, default=172 if ON_GPU else 40, help="of the engine: few, to preempt"
