@@ -24,7 +24,16 @@ from ..rotations.rotation import FEEDBACKS
 from .handover import announce, interrupted, request_mask
 from .layer import RING_SLACK, OscarLayer, Removal, _int32, _tokens_first
 from .pieces import attend_in_pieces
-from .static_state import Layout, State, decode_step, decode_step_op, new_state, open_state, pin
+from .static_state import (
+    Layout,
+    State,
+    decode_step,
+    decode_step_op,
+    new_state,
+    open_state,
+    pin,
+    write_layout,
+)
 
 
 class Traced:
@@ -310,6 +319,7 @@ class StaticLayer(OscarLayer):
         self.buffer: Tensor | None = None
         self.state: State | None = None
         self.layout: Layout | None = None
+        self.layout_text = ""
         self.ring: int | None = None
         if self.leading:
             self.ledger.clear()
@@ -381,6 +391,7 @@ class StaticLayer(OscarLayer):
                 if (feedback := getattr(self.rotation, name, None)) is not None
             },
         )
+        self.layout_text = write_layout(self.layout)
         self.buffer, self.state = new_state(self.layout, self.rotation, self.ring, device)
         self.store, self.rotation = self.state.store, self.state.rotation  # from here on in the buffer
         self.ledger.all_lengths[self.layer_id] = self.store.lengths
@@ -511,11 +522,11 @@ class StaticLayer(OscarLayer):
         Without a host wait, with a compiler or without. Raises CacheFullError without one; a compiled
         `generate` raises it from the mask function, before the step.
         """
-        ledger, layout = self.ledger, self.layout
-        assert layout is not None and self.buffer is not None and self.state is not None
-        assert ledger.ones is not None and ledger.device_columns is not None
-        if query.shape[0] != layout.batch:
-            raise ShapeError(f"a batch of {query.shape[0]} for a cache of {layout.batch} sequences")
+        ledger = self.ledger
+        assert self.buffer is not None and ledger.ones is not None and ledger.device_columns is not None
+        # Guards of compiled code are counted: only what the operator does not check itself.
+        if not torch.compiler.is_compiling() and query.shape[0] != self.batch_size:
+            raise ShapeError(f"a batch of {query.shape[0]} for a cache of {self.batch_size} sequences")
         if self.record_past:  # no compiler is tracing then
             columns = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             options: dict[str, Any] = {
@@ -523,20 +534,21 @@ class StaticLayer(OscarLayer):
             }  # fmt: skip
             return self.attend(*columns, None if real is None else real.to(torch.bool), **options)
         if real is not None:
-            new_lengths = real.reshape(layout.batch).to(torch.int32)
+            new_lengths = real.reshape(query.shape[0]).to(torch.int32)
         else:  # with a device map this layer may lie elsewhere than the first
             new_lengths = ledger.ones if ledger.ones.device == self.buffer.device else self._ones()
         if torch.compiler.is_compiling():
             if self.leading:
                 ledger.device_columns.add_(1)
             return decode_step_op(
-                query, key, value, new_lengths, self.buffer, list(layout), self.ring, softmax_scale,
+                query, key, value, new_lengths, self.buffer, self.layout_text, self.ring, softmax_scale,
                 self.sliding_window, sink_logits, softcap, self.implementation,
             )  # fmt: skip
         if self.leading:
             ledger.require_whole()
             ledger.count_step(real is not None)
             ledger.enter()
+        assert self.state is not None
         out = decode_step(
             query, key, value, new_lengths, self.state, softmax_scale=softmax_scale,
             sliding_window=self.sliding_window, sink_logits=sink_logits, softcap=softcap,

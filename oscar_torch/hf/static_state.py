@@ -27,7 +27,7 @@ ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 
 class Layout(NamedTuple):
-    """What decides where an array lies in the buffer: plain integers, as an operator can take them."""
+    """What decides where an array lies in the buffer: plain integers, of which an operator gets a text."""
 
     batch: int
     pages: int  # INT2 pages per sequence, or slots per sequence of a ring
@@ -39,6 +39,17 @@ class Layout(NamedTuple):
     rotation_heads: int  # 1 or `heads`; 0 for a BF16 cache
     key_steps: int = 0  # blocks of sequential rounding; 0: to the nearest
     value_steps: int = 0
+
+
+def write_layout(layout: Layout) -> str:
+    """A layout as one word, which a compiler compares with one guard."""
+    return ",".join(map(str, layout))
+
+
+@functools.lru_cache(maxsize=64)
+def read_layout(text: str) -> Layout:
+    """What `write_layout` wrote."""
+    return Layout(*map(int, text.split(",")))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +200,7 @@ def decode_step_op(
     value: Tensor,
     new_lengths: Tensor,
     buffer: Tensor,
-    layout: list[int],
+    layout: str,
     window: int | None,
     softmax_scale: float,
     sliding_window: int | None,
@@ -198,7 +209,7 @@ def decode_step_op(
     implementation: str | None,
 ) -> Tensor:
     """`decode_step` on a buffer: what a compiled model calls."""
-    opened_as = Layout(*layout), window
+    opened_as = read_layout(layout), window
     state = _opened.get(buffer.data_ptr())
     if state is None or state.opened_as != opened_as:
         state = open_state(buffer, *opened_as)
@@ -215,7 +226,7 @@ def _(
     value: Tensor,
     new_lengths: Tensor,
     buffer: Tensor,
-    layout: list[int],
+    layout: str,
     window: int | None,
     softmax_scale: float,
     sliding_window: int | None,
