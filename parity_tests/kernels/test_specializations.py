@@ -5,6 +5,7 @@ Kernels are replaced by recorders that run nothing; everything around them is th
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from oscar_torch.cache import allocate_layer_cache  # noqa: E402
 from oscar_torch.core.config import CacheConfig  # noqa: E402
 from oscar_torch.hf.layer import OscarLayer  # noqa: E402
 from oscar_torch.rotations.rotation import identity_rotation  # noqa: E402
+from oscar_torch.triton_kernels.append import gluon as append_gluon  # noqa: E402
+from oscar_torch.triton_kernels.append import triton as append_triton  # noqa: E402
+from oscar_torch.triton_kernels.decode import gluon as decode_gluon  # noqa: E402
+from oscar_torch.triton_kernels.decode import triton as decode_triton  # noqa: E402
 from oscar_torch.triton_kernels.launch import tensors  # noqa: E402
 from oscar_torch.triton_kernels.launch.repeated import Launch, remembered  # noqa: E402
 from oscar_torch.triton_kernels.prefill import dequantize, flash  # noqa: E402
@@ -185,3 +190,21 @@ def test_kernels_are_launched_where_their_tensors_lie(monkeypatch: pytest.Monkey
         place = torch.device("cuda", index)
         assert ops._on_device(lambda: current[-1], place)() == place
     assert current == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize("batch", [1, 200])
+def test_prepared_launches_name_every_argument_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Of all kernels of a step, plain and for Hopper, with one merging launch and with two."""
+    monkeypatch.setattr(tensors, "_capability", lambda tensor: (9, 0))
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cache, rotation = allocate_layer_cache(CacheConfig(1, 2, 64), batch, 500), identity_rotation(1, 64)
+    query = torch.zeros((batch, 2, 64), dtype=torch.bfloat16)
+    launches = [append_gluon._launch(cache, rotation), append_triton._launch(cache, rotation)]
+    for module in (decode_gluon, decode_triton):
+        step = module._Step(query, cache, rotation, 0.1, None, None, torch.bfloat16)
+        launches += [step.rotate.launch, step.stage, step.merge.launch]
+        launches += [step.merge.back.launch] if step.merge.back else []
+    assert len(launches) == (8 if batch == 1 else 10)
+    for launch in launches:
+        assert sorted([*launch.changing, *launch.fixed]) == sorted(launch.kernel.arg_names)
