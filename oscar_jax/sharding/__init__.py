@@ -6,6 +6,7 @@ word from another device.
 """
 
 from .caches import allocate_model_cache, attend, place_cache, place_rotations
+from .memory import memory_per_device
 from .mesh import check_batch, make_mesh, parse_mesh
 from .weights import load_model, place_model
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_batch",
     "load_model",
     "make_mesh",
+    "memory_per_device",
     "parse_mesh",
     "place_cache",
     "place_model",

@@ -8,6 +8,7 @@ from flax import nnx
 
 from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder
+from oscar_jax.models.experts import ExpertsConfig
 from oscar_jax.models.rope import RopeConfig
 
 
@@ -45,3 +46,24 @@ def random_decoder(seed: int = 0, dtype: Any = jnp.float32, **changes: Any) -> D
         for key, leaf in zip(keys, leaves)
     ]
     return nnx.merge(graph, jax.tree.unflatten(structure, drawn))
+
+
+def large_config(name: str) -> ModelConfig:
+    """The geometry of a model too large for one device, for shapes alone."""
+    common: dict[str, Any] = {"num_query_heads": 64, "head_dim": 128, "max_positions": 131_072}
+    if name == "Llama-70B":
+        return small_config(
+            **common, family="llama", vocab_size=128_256, hidden_size=8192, intermediate_size=28_672,
+            num_layers=80, num_key_value_heads=8, qk_norm="",
+        )  # fmt: skip
+    if name == "Qwen3-235B":
+        return small_config(
+            **common, vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=94,
+            num_key_value_heads=4, experts=ExpertsConfig(128, 8, 1536, normalize=True),
+        )  # fmt: skip
+    assert name == "GLM-4.7", name
+    return small_config(
+        **common | {"num_query_heads": 96}, family="glm4_moe", vocab_size=151_552, hidden_size=5120,
+        intermediate_size=12_288, num_layers=92, num_key_value_heads=8, qkv_bias=True, dense_layers=(0, 1, 2),
+        experts=ExpertsConfig(160, 8, 1536, router="sigmoid", correction_bias=True, shared_size=1536),
+    )  # fmt: skip
