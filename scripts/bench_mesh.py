@@ -83,7 +83,7 @@ def rotations_of(config: ModelConfig, mesh: Mesh) -> dict[int, Any]:
 
 
 def compare_bytes(mesh: Mesh) -> int:
-    """Arrays that differ between a cache on the mesh and one device's after a chunk and a token; 0 is right."""
+    """Arrays that differ between a cache on the mesh and one device's after a chunk and a token."""
     model, batch = mesh.shape["model"], 2 * mesh.shape["data"]
     config = CacheConfig(2 * model, 8 * model, 128)
     rotation = jax.tree.map(jnp.asarray, hadamard_rotation(config.num_key_value_heads, 128))
@@ -92,12 +92,16 @@ def compare_bytes(mesh: Mesh) -> int:
     rng = np.random.default_rng(0)
     for tokens in (700, 1):
         heads = (config.num_query_heads, config.num_key_value_heads, config.num_key_value_heads)
-        rows = [jnp.asarray(rng.standard_normal((batch, tokens, n, 128)), jnp.bfloat16) for n in heads]
+        query, key, value = (
+            jnp.asarray(rng.standard_normal((batch, tokens, n, 128)), jnp.bfloat16) for n in heads
+        )
         counts = jnp.full(batch, tokens, jnp.int32)
         options: dict[str, Any] = {"new_lengths": counts, "softmax_scale": 128**-0.5}
-        _, cache = attend(*rows, cache, rotation, **options)
-        rows = [jax.device_put(x, on_mesh(mesh, "data", None, "model")) for x in rows]
-        _, placed = sharding.attend(*rows, placed, spread, mesh=mesh, **options)
+        _, cache = attend(query, key, value, cache, rotation, **options)
+        query, key, value = (
+            jax.device_put(x, on_mesh(mesh, "data", None, "model")) for x in (query, key, value)
+        )
+        _, placed = sharding.attend(query, key, value, placed, spread, mesh=mesh, **options)
     want = sharding.place_cache(cache, mesh)
     pairs = zip(jax.tree.leaves(placed), jax.tree.leaves(want))
     return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
