@@ -307,7 +307,9 @@ class Generator:
         logprobs: bool,
     ) -> collections.abc.Generator[tuple[int, int], None, Generation]:
         """The run itself; the clock stands still while a caller has a token in hand."""
-        compiled_before, key = self._compile_seconds, self._place.put(jax.random.key(seed))
+        compiled_before = self._compile_seconds
+        with self._place.context():  # a key is made where it is used
+            key = jax.random.key(seed)
         lengths = np.array([len(prompt) for prompt in prompts])
         new: list[list[int]] = [[] for _ in prompts]
         scores: list[list[float]] = [[] for _ in prompts]
