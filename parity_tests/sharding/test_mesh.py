@@ -5,6 +5,7 @@ equal in its tokens, and its rows differ by what float32 sums of another order d
 """
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jax")
+
+from oscar_jax.cli import main
+from oscar_jax.rotations.store import load_rotation_set
+from parity_tests.models.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,3 +225,46 @@ for sizes, bound in (((4, 1), 2.0**-40), ((2, 2), 2.0**-10)):
 def test_statistics_do_not_depend_on_the_split() -> None:
     """Sequences over data: statistics within the stated 2**-40; heads over model: within rounding of rows."""
     assert on_eight_devices(CALIBRATE) == ["same: (4, 1)", "same: (2, 2)"]
+
+
+@pytest.mark.hf
+def test_two_hosts_calibrate_and_generate_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes, one device each, by the command line: the rotations and the text of one process."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("localhost", 0))
+        other.bind(("localhost", 0))
+        ports = [place.getsockname()[1] for place in (one, other)]
+    write_tiny_model(tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / "text.txt").write_text("Caches forget what nobody asks for. " * 60)
+    model = ["--model", str(tmp_path / "model")]
+
+    def on_two_hosts(port: int, *arguments: str) -> list[str]:
+        place = ["--mesh", "data=2", "--coordinator", f"localhost:{port}", "--hosts", "2"]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "oscar_jax", *arguments, *place, "--host", str(host)],
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host in range(2)
+        ]
+        outcomes = [process.communicate(timeout=300) for process in processes]
+        assert not any(process.returncode for process in processes), [err[-2000:] for _, err in outcomes]
+        # The library that joins the hosts greets on standard output.
+        return ["".join(x for x in out.splitlines(True) if "[Gloo]" not in x) for out, _ in outcomes]
+
+    calibrate = ["calibrate", *model, "--text", str(tmp_path / "text.txt"), "--context", "256"]
+    calibrate += ["--tokens", "1280", "--chunk", "256", "--basis", "channel_balanced", "--out"]
+    assert main([*calibrate, str(tmp_path / "one")]) == 0
+    on_two_hosts(ports[0], *calibrate, str(tmp_path / "two"))
+    first, second = (load_rotation_set(tmp_path / name).layers[0].numpy() for name in ("one", "two"))
+    for field, array in first.items():
+        assert array.tobytes() == second[field].tobytes(), field
+    generate = ["generate", *model, "--rotations", str(tmp_path / "two"), "--max-new-tokens", "4"]
+    generate += ["--prompt", "One", "--prompt", "Two and"]
+    capsys.readouterr()
+    assert main(generate) == 0
+    assert on_two_hosts(ports[1], *generate) == [capsys.readouterr().out, ""]
