@@ -64,7 +64,7 @@ def check(name, heads, make, explicit=False):
         [jnp.asarray(rng.standard_normal((4, t, n, 16)), jnp.bfloat16) for n in (8, heads, heads)]
         for t in (400, 1)
     ]
-    options = {"softmax_scale": 0.25}
+    options = {"softmax_scale": 0.25, "sliding_window": getattr(cache, "window", None)}
     one = jax.jit(lambda *a: attend(*a[:5], new_lengths=a[5], **options))
     many = jax.jit(lambda *a: sharding.attend(*a[:5], new_lengths=a[5], mesh=mesh, **options))
     placed = sharding.place_cache(cache, mesh)
@@ -130,6 +130,7 @@ from oscar_jax.generate import Generator
 from oscar_jax.models.experts import ExpertsConfig
 from oscar_jax.models.weights import load_model, weights_fingerprint
 from oscar_jax.rotations.rotation import hadamard_rotation
+from parity_tests.models.tiny_model import write_tiny_model
 from parity_tests.sharding.random_model import random_decoder
 
 def check(name, model, placed, config, mesh):
