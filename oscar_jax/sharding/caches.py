@@ -208,7 +208,7 @@ def attend[Cache: LayerCache | DenseCache](
     have its (copied) heads. Works under `jit`, with automatic or explicit axes, and outside; kernels run as
     on one device. Raises what `cache.attend` raises.
     """
-    check_query(query, cache, rotation, sink_logits)
+    check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
     arrays = (query, key, value, cache, rotation, new_lengths, sink_logits)
     settings = (softmax_scale, sliding_window, softcap, implementation)
