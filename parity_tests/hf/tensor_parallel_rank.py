@@ -55,12 +55,13 @@ def load(folder: pathlib.Path, **options: Any) -> Any:
 
 
 def run_page(folder: pathlib.Path) -> torch.Tensor:
-    """The tokens of the first block of docs/sharding.md, as it stands there."""
+    """The tokens of the first block of docs/sharding.md on PyTorch, as it stands there."""
     page = pathlib.Path(__file__).parents[2] / "docs" / "sharding.md"
     ids, mask = torch.load(folder / "prompts.pt")
     inputs = transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
     names = {"name": folder, "rotations": str(folder / "rotations.safetensors"), "inputs": inputs}
-    exec(page.read_text().split("```python\n")[1].split("```")[0], names)
+    section = page.read_text().split("\n## PyTorch")[1]
+    exec(section.split("```python\n")[1].split("```")[0], names)
     return names["output"]
 
 
