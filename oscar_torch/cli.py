@@ -119,7 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="NAME", help="hub name, folder or .gguf file")
+    about = "hub name, folder, .gguf file, or gemma3-270m (from its pip package)"
+    command.add_argument("--model", required=True, metavar="NAME", help=about)
     command.add_argument("--device-map", metavar="MAP", help="auto: spread over all GPUs")
 
 
@@ -153,30 +154,27 @@ def _run_nothing(arguments: argparse.Namespace) -> None:
 
 def _run_calibrate(arguments: argparse.Namespace) -> None:
     settings = _settings(arguments, tokens=arguments.tokens, context=arguments.context)
+    from .evaluation.bars import Bars
     from .hf.calibrate import calibrate
 
-    seen: dict[str, int] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        seen[stage] = seen.get(stage, 0) + done
-        print(f"\r{stage}: {seen[stage]:,} of {total:,} tokens", end="", file=sys.stderr, flush=True)
-
-    calibrate(
-        arguments.model,
-        arguments.text,
-        arguments.out,
-        settings,
-        field=arguments.field,
-        all_layers=arguments.all_layers,
-        batch_size=arguments.batch_size,
-        save_every=arguments.save_every,
-        restart=arguments.restart,
-        model_id=arguments.model_id,
-        device_map=arguments.device_map,
-        progress=show,
-    )
-    print(file=sys.stderr)
-    print(f"Rotation set: {arguments.out}")
+    with Bars() as bars:
+        calibrate(
+            arguments.model,
+            arguments.text,
+            arguments.out,
+            settings,
+            field=arguments.field,
+            all_layers=arguments.all_layers,
+            batch_size=arguments.batch_size,
+            save_every=arguments.save_every,
+            restart=arguments.restart,
+            model_id=arguments.model_id,
+            device_map=arguments.device_map,
+            progress=bars,
+        )
+    report = (pathlib.Path(arguments.out) / "report.md").read_text(encoding="utf-8")
+    print(report.split("\n![")[0])
+    print(f"Rotation set and report: {arguments.out}")
 
 
 def _run_fit(arguments: argparse.Namespace) -> None:
@@ -190,7 +188,7 @@ def _run_fit(arguments: argparse.Namespace) -> None:
     if header is None:
         raise CheckpointError(f"{path} does not say of which model it is: calibrate writes it with a header")
     if settings.basis == "auto":
-        raise ConfigError("basis 'auto' needs JAX and held-out text: pip install 'oscar-kv[jax]'")
+        raise ConfigError("basis 'auto' chooses on held-out text, which statistics do not hold")
     store.save_safetensors(fit_rotation_set(statistics, header, settings), arguments.out)
     print(f"Rotation set: {arguments.out}")
 

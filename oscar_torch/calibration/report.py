@@ -4,6 +4,7 @@ Twin file, byte-identical in both packages: NumPy, and matplotlib for the plots.
 """
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,17 @@ class Calibration:
 
 
 def save_report(calibration: Calibration, directory: pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Writes report.json, report.md, eigenvalues.png, channels.png and layers.png into `directory`."""
+    """Writes report.json, report.md, eigenvalues.png, channels.png and layers.png into `directory`.
+
+    Without matplotlib there are no plots, and the page says so.
+    """
+    drawn = importlib.util.find_spec("matplotlib") is not None
     directory.mkdir(parents=True, exist_ok=True)
     document = {**about, **calibration.report}
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    (directory / "report.md").write_text(markdown_report(document))
+    (directory / "report.md").write_text(markdown_report(document, plots_drawn=drawn))
+    if not drawn:
+        return
     statistics, rotations = calibration.statistics, calibration.rotation_set.layers
 
     def spectrum(matrices: np.ndarray) -> np.ndarray:
@@ -65,7 +72,7 @@ def save_report(calibration: Calibration, directory: pathlib.Path, about: Mappin
         )
 
 
-def markdown_report(document: Mapping[str, Any]) -> str:
+def markdown_report(document: Mapping[str, Any], *, plots_drawn: bool = True) -> str:
     """The calibration report as Markdown."""
     lines = [
         f"# Calibration of {document['model']}",
@@ -90,7 +97,10 @@ def markdown_report(document: Mapping[str, Any]) -> str:
         lines.append(f"| {layer} | {keys} | {values or 'hadamard'} | {' | '.join(cells)} | {condition} |")
     if not document["held_out_is_separate"]:
         lines += ["", "The text was too short to hold a sequence out: the errors are on the fitted text."]
-    lines += ["", "![eigenvalues](eigenvalues.png)", "![channels](channels.png)", ""]
+    if plots_drawn:
+        lines += ["", "![eigenvalues](eigenvalues.png)", "![channels](channels.png)", ""]
+    else:
+        lines += ["", "Plots need matplotlib: pip install matplotlib", ""]
     return "\n".join(lines)
 
 

@@ -1,85 +1,46 @@
 """Attention statistics of a transformers model, and a rotation set from model and text in one call.
 
-The statistics are gathered in the model's own fast attention: while they are, the model attends by the name
-"oscar_observed", which is its sdpa and shows every layer's rows to the sums as they pass.
+The statistics are gathered in the model's own fast attention (`observation`). The last sequences are held
+out: on them every candidate of basis "auto", and the set itself, is judged by what it does to attention.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..calibration import covariance
+from ..calibration import choice, covariance
+from ..calibration.report import Calibration, save_report
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig, CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import replacing_file
 from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
+from ..core.weight_packages import WEIGHT_PACKAGES, assembled_package
 from ..core.window_policy import DEFAULT_WINDOW_POLICY, EVERY_LAYER_INT2, WindowPolicy
 from ..evaluation import streams
-from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
-from ..rotations.fit import fit_layer_rotation, rounding_fields
+from ..rotations import store
 from ..rotations.rotation import RotationSet
 from ..rotations.statistics import LayerStatistics
-from .attention import oscar_attention
 from .fingerprint import model_fingerprint
+from .held_out import LayerJudge, observe_sequence
 from .model_check import _hub_id, cache_config, int2_layers
+from .observation import Seen, observing, run_batch
 from .positions import coded_share, layer_rope
+from .tensor_parallel import model_shard
 
-OBSERVED = "oscar_observed"
 STATE_FILE = "calibration_state.pt"
 Progress = Callable[[str, int, int], None]  # (stage, units done now, units in all)
-
-# The sums of each layer that see what passes through "oscar_observed", and the lengths of a batch's rows.
-_watching: dict[int, covariance.StatisticsState] = {}
-_lengths: list[int] = []
-
-
-def observed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """transformers' sdpa, [B, N, T, D] -> [B, T, N, D], while the layer's statistics see what it saw."""
-    out, _ = oscar_attention(module, query, key, value, attention_mask, **options)
-    state = _watching.get(int(module.layer_idx))  # pyright: ignore[reportArgumentType]
-    if state is not None:
-        for row, length in enumerate(_lengths):
-            if row:
-                covariance.start_sequence(state)
-            # Keys and values as the cache stores them, in BF16.
-            keys, values = (rows[row, :, :length].transpose(0, 1).bfloat16() for rows in (key, value))
-            queries = query[row, :, :length].transpose(0, 1)
-            share = coded_share(
-                queries,
-                keys,
-                CacheConfig(keys.shape[1], queries.shape[1], keys.shape[2], sink_tokens=state.skip_tokens),
-                options.get("scaling") or query.shape[-1] ** -0.5,
-                sliding_window=options.get("sliding_window"),
-                softcap=options.get("softcap"),
-                sink_logits=options.get("s_aux"),
-            )
-            covariance.update_statistics(state, queries, keys, values, out[row, :length], share)
-    return out, None
-
-
-AttentionInterface.register(OBSERVED, observed_attention)
-AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def calibrate(
@@ -97,20 +58,16 @@ def calibrate(
     model_id: str | None = None,
     device_map: str | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> RotationSet:
-    """Fits a rotation set to a transformers model on some text; writes set and statistics into `out`.
+) -> Calibration:
+    """Fits a rotation set to a model on some text and writes set, statistics and report into `out`.
 
-    `model` is a loaded model with its `tokenizer`, or a hub name, folder or .gguf file to load both from
-    (`device_map` spreads it over GPUs). `texts` are sources as the command line takes them, `field` that of
-    .jsonl lines; each gives an equal share of the tokens. `batch_size` sequences run at once; sums are saved
-    every `save_every` batches, and an interrupted run is taken up where it stopped unless `restart`. Basis
-    "auto" needs JAX. Raises ConfigError, TextError or CheckpointError naming what is wrong.
+    `model` is a loaded model with its `tokenizer`, or a hub name, folder, .gguf file or weights package
+    to load both from (`device_map` spreads it over GPUs). `texts` are sources as the command line takes them,
+    `field` that of .jsonl lines; each gives an equal share of the tokens. `batch_size` sequences run at once;
+    sums are saved every `save_every` batches, and an interrupted run is taken up where it stopped unless
+    `restart`. Raises ConfigError, TextError or CheckpointError naming what is wrong.
     """
     settings = CalibrationConfig() if settings is None else settings
-    if settings.basis == "auto":
-        raise ConfigError(
-            "basis 'auto' is measured by JAX and needs it: pip install 'oscar-kv[jax]', or name a basis"
-        )
     for name, value in (("batch_size", batch_size), ("save_every", save_every)):
         if value < 1:
             raise ConfigError(f"{name} = {value}, allowed: >= 1")
@@ -133,15 +90,16 @@ def calibrate(
     sequences = streams.cut_sequences(found, settings.tokens, settings.context, tokenizer.bos_token_id)
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    fitted, held_out = choice.split_sequences(sequences)
     fingerprint = model_fingerprint(model)
-    run = repr((fingerprint, layers, str(model.dtype), batch_size, [s.tolist() for s in sequences]))
-    total = sum(map(len, sequences))
+    run = repr((fingerprint, layers, str(model.dtype), batch_size, [s.tolist() for s in fitted]))
+    total, held_out_total = (sum(map(len, part)) for part in (fitted, held_out))
     state_path = folder / STATE_FILE
     if restart:
         state_path.unlink(missing_ok=True)
     statistics = _gather(
         model,
-        [torch.from_numpy(ids.astype(np.int64)) for ids in sequences],
+        _tensors(fitted),
         layers,
         fmt.SINK_TOKENS,
         batch_size=batch_size,
@@ -150,35 +108,69 @@ def calibrate(
     )
     header = _statistics_header(model, statistics, model_id, streams.combined_digest(found))
     header = dataclasses.replace(header, extra=header.extra | {FINGERPRINT_FIELD: fingerprint})
-    rotation_set = fit_rotation_set(statistics, header, settings)
-    store.save_safetensors(rotation_set, folder / store.ROTATION_FILE)
+    geometry = cache_config(model.config)
+    seen = [
+        observe_sequence(
+            model,
+            layers,
+            tokens,
+            geometry,
+            on_tokens=lambda tokens: progress("held-out text", tokens, held_out_total),
+        )
+        for tokens in _tensors(held_out)
+    ]
+    result = choice.fit_and_judge(
+        statistics,
+        {layer: LayerJudge([part[layer] for part in seen if len(part[layer].positions)]) for layer in layers},
+        settings,
+        header,
+        least_context=geometry.sink_tokens + geometry.recent_tokens + fmt.PAGE_TOKENS,
+        on_layer=lambda layer: progress("choice per layer", 1, len(layers)),
+    )
+    store.save_safetensors(result.rotation_set, folder / store.ROTATION_FILE)
     statistics_file.save_statistics(statistics, folder / statistics_file.STATISTICS_FILE, header)
+    about = {
+        "model": header.model_id,
+        "num_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
+        "head_dim": geometry.head_dim,
+        "num_key_value_heads": geometry.num_key_value_heads,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "versions": header.versions,
+        "created": header.created,
+        "basis": settings.basis,
+        "per_head": settings.per_head,
+        "damping": settings.damping,
+        "context": settings.context,
+        "layers_with_rotation": list(layers),
+        "fit_tokens": total,
+        "held_out_tokens": held_out_total,
+        "held_out_is_separate": fitted[-1] is not held_out[-1],
+        "corpus_digest": header.corpus_digest,
+        "statistics_version": statistics_file.STATISTICS_VERSION,
+        "document_digests": [d for stream in found for d in stream.document_digests],
+    }
+    save_report(result, folder, about)
     state_path.unlink(missing_ok=True)
-    return rotation_set
+    return result
+
+
+def _tensors(sequences: Sequence[np.ndarray]) -> list[Tensor]:
+    return [torch.from_numpy(ids.astype(np.int64)) for ids in sequences]
 
 
 def fit_rotation_set(
     statistics: Mapping[int, LayerStatistics], header: RotationHeader, settings: CalibrationConfig
 ) -> RotationSet:
     """The rotation set of these statistics, by the same code and to the same bytes as in `oscar_jax`."""
-    extra = header.extra | {"damping": settings.damping, "per_head": settings.per_head}
-    fitted = dataclasses.replace(
-        header,
-        basis=settings.basis,
-        basis_version=bases.BASIS_VERSION,
-        extra=extra,
-        **rounding_fields(settings.basis, header.head_dim),
-    )
-    layers = {
-        layer: fit_layer_rotation(entry, settings.basis, per_head=settings.per_head, damping=settings.damping)
-        for layer, entry in sorted(statistics.items())
-    }
-    return RotationSet(fitted, layers)
+    layers = {layer: choice.fit_layer(entry, settings) for layer, entry in sorted(statistics.items())}
+    fields = choice.basis_fields(header, settings, settings.rounding, header.head_dim)
+    return RotationSet(dataclasses.replace(header, **fields), layers)
 
 
 def load_model(name: str | os.PathLike[str], *, device_map: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer of a hub name, a folder or a .gguf file, for inference; CheckpointError."""
-    path = pathlib.Path(name)
+    """Model and tokenizer of a hub name, folder, .gguf file or weights package; CheckpointError."""
+    path = assembled_package(str(name)) if str(name) in WEIGHT_PACKAGES else pathlib.Path(name)
     if path.suffix == ".gguf":
         where: tuple[Any, dict[str, str]] = (path.parent, {"gguf_file": path.name})
     else:
@@ -304,6 +296,11 @@ def _gather(
 ) -> dict[int, LayerStatistics]:
     """One pass over the sequences, `batch_size` at a time, shorter ones padded on the right."""
     geometry = cache_config(model.config)
+    if model_shard(model, geometry) is not None:
+        raise ConfigError(
+            "calibrating a model whose heads are split over processes (tp_plan), allowed: one process, "
+            "device_map='auto' for several GPUs"
+        )
     states = {
         layer: covariance.init_statistics(
             geometry.num_key_value_heads, geometry.head_dim, skip_tokens=skip_tokens
@@ -312,23 +309,37 @@ def _gather(
     }
     batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
     done = 0 if resume is None else resume.load(states)
-    with _observing(model, states):
+
+    def see(layer: int, row: int, seen: Seen) -> None:
+        state = states.get(layer)
+        if state is None:
+            return
+        if row:
+            covariance.start_sequence(state)
+        share = coded_share(
+            seen.query,
+            seen.key,
+            CacheConfig(
+                geometry.num_key_value_heads, geometry.num_query_heads, geometry.head_dim, skip_tokens
+            ),
+            seen.softmax_scale,
+            sliding_window=seen.sliding_window,
+            softcap=seen.softcap,
+            sink_logits=seen.sink_logits,
+        )
+        covariance.update_statistics(state, seen.query, seen.key, seen.value, seen.output, share)
+
+    with observing(model, see):
         for number, batch in enumerate(batches):
-            lengths = [len(tokens) for tokens in batch]
             if number >= done:
                 for state in states.values():
                     covariance.start_sequence(state)
                     if number == max(1, len(batches) // 5):
                         covariance.fix_surrogate_metric(state)
-                _lengths[:] = lengths
-                ids = nn.utils.rnn.pad_sequence(list(batch), batch_first=True).to(model.device)
-                mask = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
-                padding = {} if mask.all() else {"attention_mask": mask.long().to(model.device)}
-                with torch.no_grad():
-                    model(ids, use_cache=False, logits_to_keep=1, **padding)
+                run_batch(model, batch)
                 if resume is not None and (number + 1) % resume.every == 0:
                     resume.save(states, number + 1)
-            on_tokens(sum(lengths))
+            on_tokens(sum(map(len, batch)))
     text = model.config.get_text_config(decoder=True)
     context = max(map(len, sequences))
     positions = {"context": context, "reach": max(context, text.max_position_embeddings)}
@@ -342,21 +353,3 @@ def _gather(
             **positions,
         )
     return statistics
-
-
-@contextlib.contextmanager
-def _observing(model: Any, states: dict[int, covariance.StatisticsState]) -> Iterator[None]:
-    """The model attends by OBSERVED, in eval mode; everything is put back."""
-    if _watching:
-        raise ConfigError("another calibration is running in this process")
-    before = model.config.get_text_config(decoder=True)._attn_implementation
-    was_training = model.training
-    model.set_attn_implementation(OBSERVED)
-    model.eval()
-    _watching.update(states)
-    try:
-        yield
-    finally:
-        _watching.clear()
-        model.set_attn_implementation(before)
-        model.train(was_training)

@@ -1,6 +1,7 @@
 """From a transformers model and text to a rotation set in one call, and the command line without JAX."""
 
 import dataclasses
+import importlib
 import shutil
 import subprocess
 import sys
@@ -36,10 +37,10 @@ class Letters:
         return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
 
 
-def write_text(folder):
+def write_text(folder, letters=2000):
     generator = np.random.default_rng(0)
     path = folder / "text.txt"
-    path.write_text("".join(chr(97 + letter) for letter in generator.integers(0, 26, 2000)))
+    path.write_text("".join(chr(97 + letter) for letter in generator.integers(0, 26, letters)))
     return str(path)
 
 
@@ -51,14 +52,16 @@ def run(model, folder, name="out", **options: Any):
 def test_one_call_writes_what_a_cache_takes(tmp_path):
     model = make_model("qwen3", "sdpa")
     seen = []
-    rotation_set = run(model, tmp_path, model_id="org/tiny", progress=lambda *step: seen.append(step))
+    result = run(model, tmp_path, model_id="org/tiny", progress=lambda *step: seen.append(step))
+    rotation_set = result.rotation_set
     assert model.config._attn_implementation == "sdpa"
-    assert sum(done for _, done, _ in seen) == seen[0][2] == 5 * 256
+    stages = {stage: sum(done for name, done, _ in seen if name == stage) for stage, _, _ in seen}
+    assert stages == {"statistics": 4 * 256, "held-out text": 256, "choice per layer": 2}
     header = rotation_set.header
     assert (header.model_id, header.basis, header.calibration_tokens) == (
         "org/tiny",
         "channel_balanced",
-        5 * 192,
+        4 * 192,
     )
     assert header.extra["weights_fingerprint"] == model_fingerprint(model) and len(header.corpus_digest) > 8
     back = store.load_rotation_set(tmp_path / "out")  # the folder, as `oscar calibrate` names it
@@ -67,6 +70,10 @@ def test_one_call_writes_what_a_cache_takes(tmp_path):
     statistics, found = statistics_file.read_statistics(tmp_path / "out" / statistics_file.STATISTICS_FILE)
     assert found is not None
     again = calibrate.fit_rotation_set(statistics, found, SETTINGS)
+    choices = {"choices": header.extra["choices"]}  # what a calibration adds
+    again = dataclasses.replace(
+        again, header=dataclasses.replace(again.header, extra=again.header.extra | choices)
+    )
     store.save_safetensors(again, tmp_path / "again.safetensors")
     written = (tmp_path / "out" / store.ROTATION_FILE).read_bytes()
     assert (tmp_path / "again.safetensors").read_bytes() == written
@@ -78,7 +85,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
 
     def stop(stage, done, total):
         stop.seen += done
-        if stop.seen == 3 * 256:
+        if stop.seen == 3 * 256:  # of the four to fit on
             raise KeyboardInterrupt
 
     stop.seen = 0
@@ -95,6 +102,58 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
         run(model, tmp_path, "cut")
     run(model, tmp_path, "cut", restart=True)
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_auto_chooses_on_held_out_text(tmp_path):
+    """Per head, with a report and its plots; text without INT2 pages is refused before anything is kept."""
+    model = make_model("qwen3", "sdpa")
+    settings = CalibrationConfig(tokens=2048, context=512, basis="auto")
+    result = calibrate.calibrate(
+        model, [write_text(tmp_path, 2048)], tmp_path / "auto", settings, tokenizer=Letters()
+    )
+    entry = result.report["layers"]["0"]
+    assert len(entry["chosen"]["key"]) == len(entry["chosen"]["value"]) == 2
+    assert all(0 < entry["predicted"][name] < 10 for name in ("kl", "output_error", "value_error"))
+    assert set(result.report["predicted_by_rounding"]) == {"nearest", "sequential"}
+    back = store.load_rotation_set(tmp_path / "auto")
+    assert back.header.extra["choices"]["0"] == entry["chosen"] and back.header.basis == "auto"
+    page = (tmp_path / "auto" / "report.md").read_text()
+    assert "512 held out" in page and entry["chosen"]["key"][0]["basis"] in page
+    for name in ("eigenvalues.png", "channels.png", "layers.png"):
+        assert (tmp_path / "auto" / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="needs held-out sequences of at least 384 tokens"):
+        settings = dataclasses.replace(SETTINGS, basis="auto")
+        calibrate.calibrate(model, [write_text(tmp_path)], tmp_path / "short", settings, tokenizer=Letters())
+    assert not (tmp_path / "short" / store.ROTATION_FILE).exists()
+
+
+def test_both_packages_measure_the_same_errors():
+    """Attention over pages of one rotation, on the same rows: what `auto` judges by."""
+    jnp = pytest.importorskip("jax.numpy")
+    rng = np.random.default_rng(4)
+    shapes = {"query": (20, 4, 32), "key": (500, 2, 32), "value": (500, 2, 32)}
+    rows = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    positions = np.linspace(390, 499, 20).astype(np.int32)
+    found = []
+    for framework, array in (("oscar_jax", jnp.asarray), ("oscar_torch", torch.from_numpy)):
+        fidelity, rotation, config = (
+            importlib.import_module(f"{framework}.{name}")
+            for name in ("evaluation.fidelity", "rotations.rotation", "core.config")
+        )
+        fitted = rotation.hadamard_rotation(2, 32)
+        query = array(rows["query"])
+        half = jnp.bfloat16 if framework == "oscar_jax" else torch.bfloat16
+        to_half = "astype" if framework == "oscar_jax" else "to"
+        key, value = (getattr(array(rows[name]), to_half)(half) for name in ("key", "value"))
+        restored = fidelity.reconstruct_pages(key, value, fitted)
+        errors = fidelity.attention_error(
+            query, array(positions), key, value, *restored, geometry=config.CacheConfig(2, 4, 32),
+            softmax_scale=32**-0.5, sliding_window=450, softcap=20.0,
+        )  # fmt: skip
+        found.append({name: np.asarray(part) for name, part in errors.items()})
+    for name, part in found[0].items():
+        # Sums in float32 in another order.
+        np.testing.assert_allclose(part, found[1][name], rtol=1e-4, err_msg=name)
 
 
 def test_batches_with_padding_count_what_single_sequences_count():
@@ -123,7 +182,6 @@ def test_batches_with_padding_count_what_single_sequences_count():
 def test_refusals_come_before_anything_is_written(tmp_path):
     model = make_model("llama", "sdpa")
     for options, reason in (
-        ({"settings": dataclasses.replace(SETTINGS, basis="auto")}, "basis 'auto' is measured by JAX"),
         ({"batch_size": 0}, "batch_size = 0, allowed: >= 1"),
         ({"tokenizer": None}, "needs its tokenizer"),
     ):

@@ -119,7 +119,7 @@ class TestImports:
             forbidden.add("transformers")
         allowed = sys.stdlib_module_names | {package}
         if plain := is_twin(path) and name.split(".")[0] != TWIN_FOLDER:
-            allowed |= {"numpy", "ml_dtypes", "safetensors", "matplotlib"}
+            allowed |= {"numpy", "ml_dtypes", "safetensors", "matplotlib", "rich"}
         plain = plain or name.split(".")[0] == TWIN_FOLDER
         for target, line in imports(package, name, path):
             first = target.split(".")[0]
