@@ -81,7 +81,7 @@ def save_statistics(
         for field in dataclasses.fields(entry):
             value = getattr(entry, field.name)
             if isinstance(value, np.ndarray):
-                arrays[f"{layer}.{field.name}"] = value
+                arrays[f"{layer}.{field.name}"] = np.ascontiguousarray(value)  # the library writes memory
             elif value is not None:
                 scalars[f"{layer}.{field.name}"] = value
     if header is not None:

@@ -294,12 +294,17 @@ def test_the_choice_is_the_best_tried_and_never_worse_than_the_simplest(tiny: tu
     )
     header = rotation_header.RotationHeader("tiny", LAYERS, 4, 2, 32, "half", "auto", bases.BASIS_VERSION)
     runner = make_runner(model, config)
-    errors = {}
-    for basis in ("auto", "channel_balanced"):
+    errors, roundings = {}, {}
+    for basis in ("auto", "channel_balanced", "ordered"):
         settings = CalibrationConfig(basis=basis)
         fitted = calibration_job.fit_rotation_set(runner, statistics, held_out, settings, header, chunk=256)
         rotation.validate_rotation_set(fitted.rotation_set)
         errors[basis] = fitted.report["layers"]
+        roundings[basis] = fitted.rotation_set.header.rounding
+        if basis == "auto":  # both roundings competed, as whole sets
+            predicted = fitted.report["predicted_by_rounding"]
+            assert roundings["auto"] == min(predicted, key=predicted.get) and len(predicted) == 2
+    assert roundings["channel_balanced"] == "nearest" and roundings["ordered"] == "sequential"
     for layer in map(str, LAYERS):
         entry = errors["auto"][layer]
         tried = np.asarray(list(entry["tried"]["key"].values()))
@@ -384,12 +389,55 @@ class TestFit:
         for name in fmt.ROTATION_FIELDS:
             first, second = getattr(whole.layers[0], name), getattr(fitted.layers[0], name)
             assert np.array_equal(first, second), name
+        with pytest.raises(ConfigError, match="sequences of 256 tokens, allowed: >= 384"):
+            calibration_job.fit(tmp_path / "whole", settings=CalibrationConfig(rounding="sequential"))
         extra = {key: value for key, value in whole.header.extra.items() if key != "choices"}
         assert fitted.header == dataclasses.replace(whole.header, extra=extra)
         assert statistics_file.load_statistics(tmp_path / "fitted" / statistics_file.STATISTICS_FILE)[
             0
         ].tokens
         assert "choices" in store.read_header(tmp_path / "whole").extra
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"rounding": "random"}, "rounding = 'random', allowed: nearest, sequential"),
+            ({"rounding": "sequential", "basis": "balanced"}, "'balanced' with rounding = 'sequential'"),
+            ({"rounding": "nearest", "basis": "ordered"}, "'ordered' with rounding = 'nearest'"),
+        ],
+    )
+    def test_a_basis_goes_with_its_rounding(self, options: dict[str, str], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            CalibrationConfig(**options)
+        assert CalibrationConfig().rounding == "nearest" and CalibrationConfig(basis="auto").rounding == ""
+
+    def test_both_packages_fit_sequentially_to_the_same_bytes(self, tmp_path: Path) -> None:
+        """Header and arrays, from one file of statistics that both read."""
+        pytest.importorskip("transformers")
+        from oscar_torch.core.config import CalibrationConfig as TorchConfig
+        from oscar_torch.hf.calibrate import fit_rotation_set
+        from oscar_torch.rotations import statistics as torch_statistics
+        from oscar_torch.rotations import store as torch_store
+
+        rng = np.random.default_rng(0)
+        rows = rng.standard_normal((2, 100, 64)) * np.geomspace(0.1, 3, 64)
+        moment = np.einsum("ktd,kte->kde", rows, rows) / 100
+        mean = rows.mean(axis=1)
+        entry = LayerStatistics(
+            moment, moment[::-1], mean, mean, moment, None, None, tokens=100, coded_query_covariance=moment,
+            rope_frequencies=1e4 ** (-np.arange(32) / 32), context=512, reach=4096,
+        )  # fmt: skip
+        header = rotation_header.RotationHeader("m", (1,), 4, 2, 64, "half", "", "")
+        path = tmp_path / "statistics.safetensors"
+        statistics_file.save_statistics({1: entry}, path, header)
+        ours = calibration_job.fit(path, settings=CalibrationConfig(rounding="sequential"))
+        assert ours.header.rounding_steps == 4
+        store.save_safetensors(ours, tmp_path / "ours.safetensors")
+        read, theirs = torch_statistics.read_statistics(path)
+        assert theirs is not None
+        fitted = fit_rotation_set(read, theirs, TorchConfig(rounding="sequential"))
+        torch_store.save_safetensors(fitted, tmp_path / "theirs.safetensors")
+        assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 
     def test_statistics_without_a_header_need_a_name(self, tmp_path: Path) -> None:
         generator = np.random.default_rng(0)

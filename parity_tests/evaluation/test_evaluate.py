@@ -70,7 +70,8 @@ def random_statistics(head_dim: int = 32) -> LayerStatistics:
 
     return LayerStatistics(
         covariance(), covariance(), np.zeros((2, head_dim)), np.zeros((2, head_dim)), covariance(),
-        covariance(), covariance(), tokens=100,
+        covariance(), covariance(), tokens=100, coded_query_covariance=covariance(),
+        rope_frequencies=np.zeros(0),
     )  # fmt: skip
 
 
@@ -165,17 +166,20 @@ def test_each_query_reads_int2_where_decoding_would(tiny: tuple, window: int | N
             np.testing.assert_allclose(out[0, t, n], expected, atol=2e-5)
 
 
-def test_figures_do_not_depend_on_the_chunk_and_are_those_of_decoding(tiny: tuple) -> None:
+@pytest.mark.parametrize("name", ["int2", "int2:sequential"])
+def test_figures_do_not_depend_on_the_chunk_and_are_those_of_decoding(tiny: tuple, name: str) -> None:
     """A text read in one forward pass, in chunks, and token by token through the real 2-bit cache."""
     model, config, _, steps = tiny
     tokens = np.random.default_rng(5).integers(0, 256, CONTEXT).astype(np.int32)
-    methods = evaluation_methods.resolve_methods(["int2"], config, LAYERS, rotation_set(config), None)
+    statistics: dict[int, Any] = dict.fromkeys(LAYERS, random_statistics())
+    methods = evaluation_methods.resolve_methods([name], config, LAYERS, rotation_set(config), statistics)
+    assert (methods[1].rotations[0].key_feedback is not None) == (name == "int2:sequential")
     kl = []
     for chunk in (64, CONTEXT):
         found = evaluation_job.evaluate_stream(
             steps, methods, stream_of(tokens), tokens, LAYERS, chunk=chunk, every=1
         )
-        kl.append(found.kl["int2"])
+        kl.append(found.kl[name])
     assert kl[0].mean() > 0.01
     np.testing.assert_allclose(kl[0], kl[1], atol=1e-4 * kl[0].max())
 
@@ -193,7 +197,7 @@ def test_figures_do_not_depend_on_the_chunk_and_are_those_of_decoding(tiny: tupl
         log_q.append(row)
     expected = -np.asarray(log_q)[found.positions, tokens[found.positions + 1]]
     # The cache multiplies codes in the rotated basis, here rows are rotated back first: float32 rounding.
-    np.testing.assert_allclose(found.nll["int2"], expected, rtol=5e-4)
+    np.testing.assert_allclose(found.nll[name], expected, rtol=5e-4)
 
 
 def test_published_recipe_is_orthogonal_clipped_and_grouped() -> None:
