@@ -28,8 +28,8 @@ from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
 from .layer_cache import DenseCache, LayerCache
 from .models.cached_attention import AnyCache, CachedAttention, int2_layers
 from .models.config import ModelConfig
-from .models.decoder import Decoder
 from .models.linear_attention import RecurrentState
+from .models.protocol import LanguageModel
 from .rotations.rotation import LayerRotation, RotationSet
 from .sharding.places import place_of
 from .text_stream import TextStream
@@ -167,7 +167,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         config: ModelConfig,
         *,
         cache: str = "int2",
@@ -518,7 +518,7 @@ class Generator:
 
 
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,

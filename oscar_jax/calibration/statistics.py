@@ -14,13 +14,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core import cache_format as fmt
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.files import replacing_file
 from ..evaluation.blockwise import coded_share, finish
 from ..evaluation.stepper import ModelRows, allocate_model_rows, attend_and_store, padding_of
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder
 from ..models.experts import DATA_AXIS, MODEL_AXIS
+from ..models.protocol import LanguageModel
 from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from ..rotations.statistics import LayerStatistics
@@ -35,7 +35,7 @@ STATE_FILE = "calibration_state.npz"
 
 
 def make_statistics_step(
-    model: Decoder, config: ModelConfig, layers: Sequence[int]
+    model: LanguageModel, config: ModelConfig, layers: Sequence[int]
 ) -> Callable[..., tuple[ModelRows, dict[int, covariance.StatisticsState]]]:
     """A compiled step(state, tokens int32 [B, T], start, counts, rows, statistics) -> (rows, statistics).
 
@@ -135,21 +135,24 @@ class _Plan:
     metric_from: int
 
     @classmethod
-    def of(cls, sequences: Sequence[np.ndarray], length: int, width: int, most: int, lanes: int) -> "_Plan":
-        count, chunks = len(sequences), -(-length // width)
+    def of(cls, sequences: Sequence[np.ndarray], width: int, most: int, lanes: int) -> "_Plan":
+        count = len(sequences)
         first = count // 5 or 1  # sequences that go before all others
         rounds = -(-count // (most * lanes))
         size = lanes * -(-count // (rounds * lanes))  # as few steps as possible, filled evenly
         groups: list[Sequence[np.ndarray]] = []
         for part in (sequences[:first], sequences[first:]):
             groups += [part[i : i + size] for i in range(0, len(part), size)]
-        steps = [(number, start) for number in range(len(groups)) for start in range(0, length, width)]
-        metric_from = -(-first // size) * chunks if count >= 5 else max(1, count * chunks // 5)
+        starts = [range(0, max(map(len, group)), width) for group in groups]
+        steps = [(number, start) for number, group in enumerate(starts) for start in group]
+        before = sum(map(len, starts[: -(-first // size)]))
+        chunks = sum(-(-len(sequence) // width) for sequence in sequences)
+        metric_from = before if count >= 5 else max(1, chunks // 5)
         return cls(groups, size, steps, metric_from)
 
 
 def gather_statistics(
-    model: Decoder,
+    model: LanguageModel,
     config: ModelConfig,
     layers: Sequence[int],
     sequences: Sequence[np.ndarray],
@@ -160,16 +163,21 @@ def gather_statistics(
     run_digest: str,
     on_chunk: Callable[[int], None] = lambda tokens: None,
 ) -> dict[int, LayerStatistics]:
-    """One pass over `sequences` int32 [S] of one length; `state_path` gets the sums every `save_every` steps.
+    """One pass over `sequences` int32 [S] of any length; `state_path` gets the sums every `save_every` steps.
 
-    A step takes `chunk` tokens: of one sequence, or of as many whole sequences as fit. A saved state of the
-    same `run_digest` is taken up; the result does not depend on interruptions. `on_chunk(tokens)` is called
-    with the tokens of every step that is done, also of those skipped.
+    A step takes `chunk` tokens: of one sequence, or of as many whole sequences as fit, the shorter ones
+    padded on the right; padding counts nowhere. A saved state of the same `run_digest` is taken up; the result
+    does not depend on interruptions. `on_chunk(tokens)` is called with the tokens of every step that is done,
+    also of those skipped. Raises ConfigError for an empty sequence.
 
     Inside `jax.set_mesh` every data shard takes a chunk of sequences of its own into sums of its own, which
     are merged at the end. The products that are added up are those of one device, and adding float32 pairs
     loses less than 2**-40 of the sum of their magnitudes: so much may statistics of another split differ.
     """
+    if not sequences or not all(len(sequence) for sequence in sequences):
+        raise ConfigError(
+            f"sequences of {[len(s) for s in sequences]} tokens, allowed: at least one, none empty"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     lanes = None if mesh.empty else mesh.shape[DATA_AXIS]
     step = make_statistics_step(model, config, layers)
@@ -183,10 +191,10 @@ def gather_statistics(
         surrogate_metric=no_metric,
     )
     statistics = {layer: empty if lanes is None else _in_lanes(empty, lanes) for layer in layers}
-    length = len(sequences[0])
+    length = max(map(len, sequences))
     width = min(chunk, -(-length // fmt.PAGE_TOKENS) * fmt.PAGE_TOKENS)
     most = max(1, chunk // width) if width >= length else 1
-    plan = _Plan.of(sequences, length, width, most, lanes or 1)
+    plan = _Plan.of(sequences, width, most, lanes or 1)
     done = 0
     if state_path is not None and state_path.exists():
         statistics, done = load_state(state_path, statistics, run_digest)
@@ -194,19 +202,21 @@ def gather_statistics(
     rows: ModelRows = []
     running: tuple[Any, int] | None = None  # something that is ready when the last step is, and its tokens
     for index, (number, start) in enumerate(plan.steps):
-        group = np.stack(plan.groups[number])
-        count = min(width, length - start)
+        parts = [sequence[start : start + width] for sequence in plan.groups[number]]
+        counts = np.zeros(plan.size, np.int32)
+        counts[: len(parts)] = [len(part) for part in parts]
+        here = int(counts.sum())
         if number < resumed:
-            on_chunk(count * len(group))
+            on_chunk(here)
             continue
         if start == 0:
             rows = allocate_model_rows(config, plan.size, -(-length // width) * width)
         tokens = np.zeros((plan.size, width), np.int32)
-        tokens[: len(group), :count] = group[:, start : start + count]
-        counts = np.where(np.arange(plan.size) < len(group), count, 0).astype(np.int32)
+        for row, part in zip(tokens, parts):
+            row[: len(part)] = part
         if index < done:  # the interrupted group: rebuild its rows, count nothing twice
             rows, _ = step(weights, tokens, start, counts, rows, None)
-            on_chunk(count * len(group))
+            on_chunk(here)
             continue
         if index == plan.metric_from:
             for layer, state in statistics.items():
@@ -222,7 +232,7 @@ def gather_statistics(
         if running is not None:
             jax.block_until_ready(running[0])
             on_chunk(running[1])
-        running = (statistics[layers[0]].query_rows, count * len(group))
+        running = (statistics[layers[0]].query_rows, here)
         if state_path is not None and (index + 1) % save_every == 0:
             save_state(state_path, statistics, index + 1, run_digest)
     if running is not None:

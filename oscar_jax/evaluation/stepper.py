@@ -18,9 +18,9 @@ from flax import nnx
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder
 from ..models.experts import DATA_AXIS, MODEL_AXIS
 from ..models.linear_attention import allocate_recurrent_state
+from ..models.protocol import LanguageModel
 from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from ..rotations.rotation import LayerRotation
@@ -79,7 +79,7 @@ class Runner:
     state: Any  # the model's arrays
     step: Callable[..., tuple[jax.Array, ModelRows, list[jax.Array]]]
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    merge: Callable[[Any], Decoder]
+    merge: Callable[[Any], LanguageModel]
 
     def allocate(self, batch: int, tokens: int, restored: Sequence[int] = ()) -> ModelRows:
         """`allocate_model_rows` of this model."""
@@ -114,7 +114,7 @@ def padding_of(config: ModelConfig, tokens: jax.Array, count: jax.Array | int | 
     return {"new_lengths": jnp.full(tokens.shape[0], count, jnp.int32)}
 
 
-def make_runner(model: Decoder, config: ModelConfig) -> Runner:
+def make_runner(model: LanguageModel, config: ModelConfig) -> Runner:
     """Compiled steps of a decoder, see `Runner`.
 
     step(state, tokens int32 [B, T], start, rows, recipes, probes int32 [P], count, capture=layers): tokens

@@ -20,8 +20,8 @@ from ..core.errors import ConfigError
 from ..core.window_policy import WindowPolicy
 from ..models import cached_attention
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder
 from ..models.experts import DATA_AXIS, MODEL_AXIS
+from ..models.protocol import LanguageModel
 from ..models.weights import host_array
 from ..rotations.rotation import LayerRotation
 from . import caches as on_a_mesh
@@ -124,7 +124,7 @@ class OnMesh(OneDevice):
         return jax.set_mesh(self.mesh)
 
 
-def place_of(model: Decoder, config: ModelConfig, mesh: Mesh | None) -> OneDevice:
+def place_of(model: LanguageModel, config: ModelConfig, mesh: Mesh | None) -> OneDevice:
     """The place of a decoder with the checkpoint's `config`; ConfigError unless it is spread for the mesh."""
     place = OneDevice(config) if mesh is None else OnMesh(config, mesh)
     shards = getattr(getattr(model, "config", None), "shards", 1)  # a decoder of one's own may have none
