@@ -166,8 +166,8 @@ def gather_statistics(
     """One pass over `sequences` int32 [S] of any length; `state_path` gets the sums every `save_every` steps.
 
     A step takes `chunk` tokens: of one sequence, or of as many whole sequences as fit, the shorter ones
-    padded on the right; padding counts nowhere. A saved state of the same `run_digest` is taken up; the result
-    does not depend on interruptions. `on_chunk(tokens)` is called with the tokens of every step that is done,
+    padded on the right; padding counts nowhere. A saved state of the same `run_digest` is taken up; the
+    result does not depend on interruptions. `on_chunk(tokens)` is called with the tokens of every step done,
     also of those skipped. Raises ConfigError for an empty sequence.
 
     Inside `jax.set_mesh` every data shard takes a chunk of sequences of its own into sums of its own, which
@@ -239,7 +239,22 @@ def gather_statistics(
         jax.block_until_ready(running[0])
         on_chunk(running[1])
     return {
-        layer: covariance.finalize_statistics(_merged(state, lanes)) for layer, state in statistics.items()
+        layer: dataclasses.replace(
+            covariance.finalize_statistics(_merged(state, lanes)), **_positions(config, layer, length)
+        )
+        for layer, state in statistics.items()
+    }
+
+
+def _positions(config: ModelConfig, layer: int, context: int) -> dict[str, Any]:
+    """What statistics say of positions: how keys turn with them, and up to where the model has some."""
+    rope = config.layer_rope(layer)
+    frequencies = np.zeros(0) if rope is None else rope.inverse_frequencies(config.head_dim)
+    return {
+        "rope_frequencies": np.asarray(frequencies, np.float64),
+        "rope_interleaved": rope is not None and rope.interleaved,
+        "context": context,
+        "reach": max(context, config.max_positions),
     }
 
 
