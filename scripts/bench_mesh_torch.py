@@ -28,9 +28,9 @@ import torch.distributed as dist
 import transformers
 from bench_generate_models import InPlaceLayer, hadamard_rotations, qwen3_8b, tiny, with_cache
 from bench_generate_torch import Bench, Row, copy_bandwidth, graph_step, peak_gib
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from oscar_torch.core import cache_format as fmt
@@ -61,10 +61,10 @@ SHAPES = {"qwen3-8b": (qwen3_8b, 36), "qwen3-32b": (qwen3_32b, 64), "llama-70b":
 
 def make_split_model(config: Any) -> Any:
     """The model in BF16 with random weights, of which every process has its share."""
-    maker: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    plan = {"distributed_config": DistributedConfig(tp_plan="auto")} if dist.get_world_size() > 1 else {}
-    if not plan:
-        plan = {"device_map": local_device()}
+    maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plan: dict[str, Any] = {"device_map": local_device()}
+    if dist.get_world_size() > 1:
+        plan = {"distributed_config": DistributedConfig(tp_plan="auto")}
     torch.manual_seed(0)  # what is not split must be the same in all processes
     own = AutoConfig.for_model(**config.to_dict())  # transformers writes the plan into it
     model = maker.from_pretrained(
@@ -81,7 +81,7 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def local(weight: torch.Tensor) -> torch.Tensor:
+def local(weight: Any) -> torch.Tensor:
     """This process's part of a weight."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -153,7 +153,7 @@ def gate(bench: MeshBench, config: Any) -> None:
 # -------------------------------------------------------------------------------------------------- measuring
 
 
-def filled(bench: MeshBench, kind: str, batch: int, length: int) -> Cache:
+def filled(bench: MeshBench, kind: str, batch: int, length: int) -> Any:
     """A cache whose sequences hold `length` tokens of random content: "int2" or "bf16", in place."""
     model, device = bench.model, bench.device
     geometry = cache_config(model.config)
@@ -161,7 +161,7 @@ def filled(bench: MeshBench, kind: str, batch: int, length: int) -> Cache:
         key = next(module for name, module in model.named_modules() if name.endswith("k_proj"))
         heads = local(key.weight).shape[0] // geometry.head_dim
         rows = torch.empty((batch, heads, 0, geometry.head_dim), dtype=torch.bfloat16, device=device)
-        cache = Cache(layers=[InPlaceLayer(length + 8) for _ in range(model.config.num_hidden_layers)])
+        cache: Any = Cache(layers=[InPlaceLayer(length + 8) for _ in range(model.config.num_hidden_layers)])
         for layer in cache.layers:
             layer.lazy_initialization(rows, rows)
             layer.keys.normal_()
@@ -187,7 +187,7 @@ def filled(bench: MeshBench, kind: str, batch: int, length: int) -> Cache:
     return cache
 
 
-def floor(bench: MeshBench, kind: str, batch: int, length: int, cache: Cache) -> float:
+def floor(bench: MeshBench, kind: str, batch: int, length: int, cache: Any) -> float:
     """Milliseconds of a step in which this device only reads what it must."""
     embedding = bench.model.get_input_embeddings().weight
     weights = sum(local(p).nbytes for p in bench.model.parameters() if p is not embedding)

@@ -406,7 +406,7 @@ class TestFit:
             ({"rounding": "nearest", "basis": "ordered"}, "'ordered' with rounding = 'nearest'"),
         ],
     )
-    def test_a_basis_goes_with_its_rounding(self, options: dict[str, str], message: str) -> None:
+    def test_a_basis_goes_with_its_rounding(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             CalibrationConfig(**options)
         assert CalibrationConfig().rounding == "nearest" and CalibrationConfig(basis="auto").rounding == ""

@@ -84,7 +84,8 @@ class EagerOverPages(DynamicCache):
     def update(self, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         rows = [rows.bfloat16().to(rows.dtype) for rows in (key, value)]
         new = tuple(rows) if key.shape[2] == 1 else (key, value)
-        before = self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        layers: list[Any] = self.layers
+        before = layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
         full = super().update(*rows, layer_idx)
         past = [full[0][:, :, :before], full[1][:, :, :before]]
         if (store := self.stores.get(layer_idx)) is not None:
@@ -93,7 +94,7 @@ class EagerOverPages(DynamicCache):
                 read = read_layer_cache(store, rotation, 0)
                 past = [part.movedim(0, 1)[None].to(key.dtype) for part in read]
             count = torch.tensor([key.shape[2]], dtype=torch.int32)
-            append_rows(store, rotation, *(part.transpose(1, 2) for part in rows), count)
+            append_rows(store, rotation, rows[0].transpose(1, 2), rows[1].transpose(1, 2), count)
         return tuple(torch.cat([old, mine], 2) for old, mine in zip(past, new))
 
 

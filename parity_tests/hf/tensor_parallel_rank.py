@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from oscar_torch.core.errors import ConfigError
 from oscar_torch.hf import OscarCache
 from oscar_torch.hf.fingerprint import model_fingerprint
 from parity_tests.hf.tiny import stored, with_cache
 
-WINDOWS = {"sink_tokens": 64, "recent_tokens": 64}
+WINDOWS: dict[str, Any] = {"sink_tokens": 64, "recent_tokens": 64}
 NEW_TOKENS = 8  # across a page boundary
 KEYS_WHOLE = {
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -32,7 +32,8 @@ KEYS_WHOLE = {
 def run_cases(model: Any, rotations: str, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     """Fingerprint; tokens and stored bytes of a padded batch in a growing and in a static cache."""
     found: dict[str, Any] = {"fingerprint": model_fingerprint(model)}
-    for mode, options in (("growing", {}), ("static", {"max_length": ids.shape[1] + NEW_TOKENS})):
+    modes: dict[str, dict[str, Any]] = {"growing": {}, "static": {"max_length": ids.shape[1] + NEW_TOKENS}}
+    for mode, options in modes.items():
         cache = OscarCache(rotations, model, **WINDOWS, **options)
         tokens = model.generate(
             ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False,

@@ -323,9 +323,11 @@ def test_a_buffer_is_opened_once_and_let_go():
     """A compiled step finds the layer's own arrays by their address; who holds them no longer frees them."""
     layer = static_layer(None)
     feed(layer, random_rows(1, 3))
+    assert layer.buffer is not None
     address, opened = layer.buffer.data_ptr(), static_state._opened
     assert opened[address] is layer.state
     twin = layer.copy()
+    assert twin.buffer is not None
     assert opened[twin.buffer.data_ptr()] is twin.state and opened[address] is layer.state
     layer.reset()
     assert address not in opened and twin.state is not None

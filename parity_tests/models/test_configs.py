@@ -237,7 +237,8 @@ def test_every_kind_of_rope_turns_part_of_a_head(scaling: dict[str, Any]) -> Non
     for last in (40, 3000):
         positions = np.array([[0, 7, last]])
         cos, sin = Phi3RotaryEmbedding(theirs)(torch.from_numpy(rows), torch.from_numpy(positions))
-        turned, _ = apply_rotary_pos_emb(*[torch.from_numpy(rows)] * 2, cos, sin, unsqueeze_dim=2)
+        both = torch.from_numpy(rows)
+        turned, _ = apply_rotary_pos_emb(both, both, cos, sin, unsqueeze_dim=2)
         ours = np.asarray(apply_rope(jnp.asarray(rows), jnp.asarray(positions), rope))
         # An angle of 3000 radians in float32 is off by 1e-4.
         np.testing.assert_allclose(ours, turned.numpy(), atol=1e-3 if last == 3000 else 2e-5)

@@ -31,7 +31,7 @@ def test_the_page_runs(page: dict[str, Any], model: str, generation: str) -> Non
     # The prompt is one chunk, attended to exactly: the first token is that of plain causal attention.
     prompt = page["texts"][0][None]
     rows, _ = decoder.hidden_states(
-        prompt, None, positions=np.arange(512)[None], attention=CausalAttention(page["config"])
+        prompt, None, positions=jnp.arange(512)[None], attention=CausalAttention(page["config"])
     )
     assert made.tokens[0][0] == int(decoder.logits(rows)[0, -1].argmax())
 
