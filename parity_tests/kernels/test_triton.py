@@ -9,7 +9,7 @@ little work, and what the compiler makes of them.
 import os
 import re
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -402,6 +402,7 @@ class TestErrors:
         import torch
 
         from oscar_torch import ops
+        from oscar_torch.rotations.rotation import hadamard_rotation
 
         def refuse(*arguments: Any, **options: Any) -> Any:
             raise NotImplementedError("head_dim 80")
@@ -409,12 +410,12 @@ class TestErrors:
         kernels = {"quantize.gluon": refuse, "quantize.triton": lambda *arguments: "plain Triton"}
         monkeypatch.setattr(ops, "_best", lambda device: ("gluon", "triton"))
         monkeypatch.setattr(ops, "_kernel", lambda module, name: kernels[module])
-        pages, rotation = torch.zeros(1, 64, 1, 80), cast(Any, None)
+        pages, fitted = torch.zeros(1, 64, 1, 64), hadamard_rotation(1, 64)
         with caplog.at_level("INFO"):
-            assert ops.quantize_pages(pages, pages, rotation) == "plain Triton"
+            assert ops.quantize_pages(pages, pages, fitted) == "plain Triton"
         assert "gluon does not serve this: head_dim 80" in caplog.text
         with pytest.raises(NotImplementedError, match="head_dim 80"):
-            ops.quantize_pages(pages, pages, rotation, implementation="gluon")
+            ops.quantize_pages(pages, pages, fitted, implementation="gluon")
 
     @pytest.mark.hopper
     def test_shapes_of_the_gluon_kernel(self) -> None:
