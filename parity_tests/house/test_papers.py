@@ -43,6 +43,14 @@ def test_named_paths_exist(name: str) -> None:
         assert found, f"{name} names {target}"
 
 
+def test_commands_of_the_readme_can_be_run() -> None:
+    """The scripts that README starts without naming a shell are executable."""
+    found = re.findall(r"^(scripts/\w+\.sh)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(found) == 2
+    for name in found:
+        assert (ROOT / name).stat().st_mode & 0o111, f"{name} is not executable"
+
+
 def test_index_lists_every_page() -> None:
     """docs/README.md links to every page beside it."""
     index = (ROOT / "docs" / "README.md").read_text()
