@@ -261,12 +261,12 @@ def test_the_four_commands_of_the_page(tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "notes").mkdir()
     text = (ROOT / "docs" / "int2-format.md").read_text()
-    (tmp_path / "notes" / "format.md").write_text(text[:4000])
+    (tmp_path / "notes" / "format.md").write_text(text[:2400])
     install, *commands = section().split("```bash\n")[1].split("```")[0].splitlines()
     assert install.startswith("pip install") and len(commands) == 3
     lines = [shlex.split(command) for command in commands]
     assert {line[0] for line in lines} == {"oscar"}
-    lines[-1] += ["--max-new-tokens", "8"]
+    lines[-1] += ["--max-new-tokens", "4"]
     done = run_without_jax([line[1:] for line in lines], tmp_path)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert codes == ["0"] * 3, done.stdout + done.stderr[-3000:]
