@@ -31,10 +31,8 @@ from ..models.linear_attention import RecurrentState, allocate_recurrent_state
 from .mesh import check_batch, on_mesh
 
 POOLED = (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS)  # arrays of pages; the others are of sequences
-TABLES = {
-    "page_table": "key_codes",
-    "window_table": "window_key",
-}  # and an array of the pool each points into
+# Tables, and an array of the pool that each points into.
+TABLES = {"page_table": "key_codes", "window_table": "window_key"}
 ROWS = PartitionSpec(DATA_AXIS, None, MODEL_AXIS)  # [B, T, heads, D]
 
 
@@ -117,9 +115,7 @@ def _allocate(
         cache = allocate_layer_cache(
             config, batch, max_length, shards * (1 + each * pages), shards * (1 + each * slots)
         )
-        owner = (jnp.arange(batch, dtype=jnp.int32) // each)[
-            :, None
-        ]  # one reserved page more for each before
+        owner = (jnp.arange(batch, dtype=jnp.int32) // each)[:, None]  # and so many reserved pages before
         tables = {
             name: 1 + owner + jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
             for name, columns in (("page_table", pages), ("window_table", slots))
@@ -214,7 +210,7 @@ def attend[Cache: LayerCache | DenseCache](
     settings = (softmax_scale, sliding_window, softcap, implementation)
     if traced(arrays):
         return _attend(*arrays, mesh=mesh, settings=settings)
-    check_capacity(cache, new_lengths)
+    check_capacity(cache, new_lengths, key.shape[1])
     return _attend_compiled(*arrays, mesh=mesh, settings=settings)
 
 

@@ -1,9 +1,6 @@
 """JAX: what is compiled and how often, where it runs, and how it is spread over devices."""
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +16,7 @@ from oscar_jax.attention import chunk_attention, decode_attention  # noqa: E402
 from oscar_jax.cache import allocate_layer_cache, append_rows, attend  # noqa: E402
 from oscar_jax.core.config import CacheConfig  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
+from parity_tests.sharding.devices import on_eight_devices  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,17 +187,6 @@ with jax.set_mesh(mesh):
 
 def test_sharded_heads_store_the_same_bytes() -> None:
     """55: eight devices with a head each, by jit, shard_map and explicit sharding: one device's bytes."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert [line for line in run.stdout.splitlines() if line.startswith("same")] == [
+    assert [line for line in on_eight_devices(SHARDED) if line.startswith("same")] == [
         "same: jit", "same: shard_map False", "same: shard_map True", "same: explicit",
     ]  # fmt: skip

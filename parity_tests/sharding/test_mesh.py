@@ -14,28 +14,17 @@ import pytest
 
 pytest.importorskip("jax")
 
+import jax.numpy as jnp
+
+from oscar_jax import sharding
+from oscar_jax.cache import allocate_layer_cache
 from oscar_jax.cli import main
+from oscar_jax.core.config import CacheConfig
+from oscar_jax.core.errors import ShapeError
+from oscar_jax.rotations.rotation import hadamard_rotation
 from oscar_jax.rotations.store import load_rotation_set
 from parity_tests.models.tiny_model import write_tiny_model
-
-ROOT = Path(__file__).parents[2]
-
-
-def on_eight_devices(code: str, *arguments: str) -> list[str]:
-    """The lines that a program prints on eight virtual devices; its failure is the test's."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.splitlines()
-
+from parity_tests.sharding.devices import ROOT, on_eight_devices
 
 ATTEND = """
 import dataclasses, re
@@ -119,6 +108,18 @@ def test_attention_on_a_mesh_stores_the_same_bytes_and_asks_nobody() -> None:
     assert [line for line in lines if line.startswith("coll")] == [f"collectives: {n} 0" for n in names]
 
 
+def test_more_new_rows_than_given_are_refused_on_a_mesh() -> None:
+    """As by `cache.attend`, before anything runs."""
+    mesh = sharding.make_mesh(1, 1)
+    cache = allocate_layer_cache(CacheConfig(1, 1, 16), 1, 64)
+    rows = jnp.ones((1, 2, 1, 16), jnp.bfloat16)
+    with pytest.raises(ShapeError, match=r"new_lengths \[3\], allowed: 0\.\.2, the rows given"):
+        sharding.attend(
+            rows, rows, rows, cache, hadamard_rotation(1, 16), mesh=mesh, softmax_scale=0.25,
+            new_lengths=jnp.full(1, 3, jnp.int32),
+        )  # fmt: skip
+
+
 GENERATE = """
 import dataclasses, pathlib, sys
 import jax, numpy as np
@@ -131,6 +132,7 @@ from oscar_jax.models.experts import ExpertsConfig
 from oscar_jax.models.weights import load_model, weights_fingerprint
 from oscar_jax.rotations.rotation import hadamard_rotation
 from parity_tests.models.tiny_model import write_tiny_model
+from parity_tests.sharding.devices import ROOT, on_eight_devices
 from parity_tests.sharding.random_model import random_decoder
 
 def check(name, model, placed, config, mesh):
