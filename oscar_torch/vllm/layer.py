@@ -16,11 +16,6 @@ from ..quantize import round_to_bfloat16
 from .pages import view_pages
 from .step import Chunk, Step
 
-# Flash attention plans every number of rows anew, a quarter of a second each: long chunks are filled up.
-CHUNK_STEP = 512
-LONG_CHUNK = 1024  # from here on chunks go through flash attention
-FLASH_BLOCK = 32_768  # tokens of the history that it reads at a time
-
 
 @dataclasses.dataclass
 class LayerMemory:
@@ -66,13 +61,11 @@ def attend_step(
         cache = _cache(memory, pages, step, chunk.row, chunk.row + 1)
         history = memory.config.history_pages(chunk.length)
         cache.known_history = [history]  # pyright: ignore[reportAttributeAccessIssue]
-        rows = _filled_up(chunk.count, history)
-        queries, keys, values = (_padded(x[part], rows)[None] for x in (query, key, value))
         new_lengths = step.tables.new_lengths[chunk.row : chunk.row + 1]
-        out = ops.chunk_attention(
-            queries, keys, values, cache, memory.rotation, new_lengths=new_lengths, **options
-        )
-        output[part] = out[0, : chunk.count]
+        rows = query[None, part], key[None, part], value[None, part]
+        output[part] = ops.chunk_attention(*rows, cache, memory.rotation, new_lengths=new_lengths, **options)[
+            0
+        ]
         if chunk.slot >= 0:
             store_chunk(cache, memory.rotation, key[part], value[part], chunk, implementation)
     return output
@@ -91,20 +84,6 @@ def _cache(memory: LayerMemory, pages: dict[str, Tensor], step: Step, start: int
         history_pages=tables.history_pages[memory.index, start:stop],
         config=memory.config,
     )
-
-
-def _filled_up(count: int, history: int) -> int:
-    """Rows that a chunk of `count` tokens is attended with."""
-    if count < LONG_CHUNK or not history:
-        return count
-    return -(-count // CHUNK_STEP) * CHUNK_STEP
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    """[T, ...] filled up with zeros to `count` rows."""
-    if rows.shape[0] == count:
-        return rows
-    return torch.cat([rows, rows.new_zeros((count - rows.shape[0], *rows.shape[1:]))])
 
 
 @exact_arithmetic
@@ -161,8 +140,10 @@ def workspace_bytes(config: CacheConfig, tokens: int, max_length: int) -> int:
     Queries in float32, rotated, and as BF16; the output in float32 and cast; one BF16 output for every block
     of the history that flash attention reads at a time, and that block dequantized.
     """
+    from ..triton_kernels.prefill import flash  # needs Triton, which a CPU does without
+
     history = max(0, max_length - tokens)
-    pieces = -(-history // FLASH_BLOCK)
-    rows = -(-tokens // CHUNK_STEP) * CHUNK_STEP * config.num_query_heads * config.head_dim
-    block = 2 * 2 * min(history, FLASH_BLOCK) * config.num_key_value_heads * config.head_dim
+    pieces = len(flash.blocks_of(-(-history // fmt.PAGE_TOKENS)))
+    rows = -(-tokens // flash.MIN_TOKENS) * flash.MIN_TOKENS * config.num_query_heads * config.head_dim
+    block = 2 * 2 * min(history, flash.BLOCK_TOKENS) * config.num_key_value_heads * config.head_dim
     return rows * (20 + 2 * pieces) + block

@@ -17,7 +17,6 @@ from oscar_torch.core.errors import CacheFullError, ConfigError, ShapeError  # n
 from oscar_torch.layer_cache import LayerCache, recent_slot  # noqa: E402
 from oscar_torch.quantize import Feedback, quantize_page_pair  # noqa: E402
 from oscar_torch.rotations.rotation import hadamard_rotation  # noqa: E402
-from oscar_torch.vllm import layer as layer_file  # noqa: E402
 from oscar_torch.vllm.identity import slice_rotation  # noqa: E402
 from oscar_torch.vllm.layer import LayerMemory, attend_step  # noqa: E402
 from oscar_torch.vllm.pages import allocate_windows, block_bytes, check_arena, token_bytes, view_pages  # noqa: E402
@@ -240,17 +239,6 @@ def test_a_trial_run_stores_nothing() -> None:
         attend_step(memory, served.blocks[layer], step, q, k, v, torch.empty_like(q), softmax_scale=SCALE)
     for old, new in zip(before, (*served.blocks, *(m.window_key for m in served.memories))):
         assert torch.equal(old, new)
-
-
-def test_long_chunks_are_filled_up_to_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that fill a chunk up change nothing, and there are few sizes."""
-    monkeypatch.setattr(layer_file, "LONG_CHUNK", 100)
-    monkeypatch.setattr(layer_file, "CHUNK_STEP", 96)
-    assert {layer_file._filled_up(n, 1) for n in range(100, 289)} == {192, 288}
-    assert layer_file._filled_up(101, 0) == 101
-    engine = Engine(blocks=20, sequences=1, budget=130)
-    engine.add("a", prompt=460, total=462)
-    compare(engine, Served(20, 1))
 
 
 def test_tables_refuse_more_rows_than_they_have() -> None:
