@@ -10,7 +10,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from oscar_torch.core import cache_format as fmt
 from oscar_torch.core.rotation_header import RotationHeader
-from oscar_torch.hf import cache_config
+from oscar_torch.hf import OscarCache, cache_config
+from oscar_torch.layer_cache import LayerCache
 from oscar_torch.rotations.rotation import LayerRotation, RotationSet, identity_rotation
 
 
@@ -51,6 +52,25 @@ def make_model(config: Qwen3Config, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+def hold_random_tokens(cache: OscarCache, length: int) -> OscarCache:
+    """A static cache, its memory allocated, whose sequences now hold `length` tokens of random content."""
+    for layer in cache.layers:
+        store = layer.store
+        assert isinstance(store, LayerCache)
+        for codes in (store.key_codes, store.value_codes):
+            codes.random_(-(2**31), 2**31 - 1)
+        for scale in (store.key_scale, store.value_scale):
+            scale.fill_(0.5)
+        for window in (store.window_key, store.window_value, store.key_page_mean):
+            window.normal_()
+        store.lengths.fill_(length)
+        store.history_pages.fill_(store.config.history_pages(length))
+    ledger = cache.layers[0].ledger
+    ledger.device_columns.fill_(length)
+    ledger.refresh()
+    return cache
 
 
 def hadamard_rotations(config: Qwen3Config) -> RotationSet:

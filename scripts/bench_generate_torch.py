@@ -38,6 +38,7 @@ from bench_generate_models import (
     InPlaceLayer,
     fewer_layers,
     hadamard_rotations,
+    hold_random_tokens,
     make_model,
     qwen3_8b,
     tiny,
@@ -48,7 +49,6 @@ from transformers.cache_utils import Cache
 
 from oscar_torch.core import cache_format as fmt
 from oscar_torch.hf import OscarCache, cache_config
-from oscar_torch.layer_cache import LayerCache
 
 LONG = 102_400  # tokens of a sequence in the throughput mode
 WARM = 5  # steps before the clock counts: compilation, warm-up and recording of CUDA graphs
@@ -172,19 +172,7 @@ def filled_int2(bench: Bench, batch: int, length: int, capacity: int) -> OscarCa
     rows = torch.empty(shape, dtype=torch.bfloat16, device=bench.device)
     for layer in cache.layers:
         layer.lazy_initialization(rows, rows)
-        store = layer.store
-        assert isinstance(store, LayerCache)
-        for codes in (store.key_codes, store.value_codes):
-            codes.random_(-(2**31), 2**31 - 1)
-        for scale in (store.key_scale, store.value_scale):
-            scale.fill_(0.5)
-        for window in (store.window_key, store.window_value, store.key_page_mean):
-            window.normal_()
-        store.lengths.fill_(length)
-        store.history_pages.fill_(geometry.history_pages(length))
-    cache.layers[0].ledger.device_columns.fill_(length)
-    cache.layers[0].ledger.refresh()
-    return cache
+    return hold_random_tokens(cache, length)
 
 
 def filled_bf16(bench: Bench, kind: str, batch: int, length: int, capacity: int) -> Cache:

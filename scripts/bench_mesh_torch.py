@@ -26,7 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from bench_generate_models import InPlaceLayer, hadamard_rotations, qwen3_8b, tiny, with_cache
+from bench_generate_models import (
+    InPlaceLayer,
+    hadamard_rotations,
+    hold_random_tokens,
+    qwen3_8b,
+    tiny,
+    with_cache,
+)
 from bench_generate_torch import Bench, Row, copy_bandwidth, graph_step, peak_gib
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
@@ -112,6 +119,20 @@ def gathered(part: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.cat(parts, dim=axis)
 
 
+def record_attention(layer: Any, rows: list[tuple[torch.Tensor, ...]]) -> None:
+    """Has a layer leave copies of query, key, value and output [B, T, heads, D] of every chunk in `rows`."""
+    attend = layer.attend
+
+    def recording(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **options: Any
+    ) -> Any:
+        out = attend(query, key, value, *more, **options)
+        rows.append(tuple(array.clone() for array in (query, key, value, out)))
+        return out
+
+    layer.attend = recording
+
+
 def gate(bench: MeshBench, config: Any) -> None:
     """Raises AssertionError unless the split model's caches hold, gathered, what whole caches hold."""
     model, device = make_split_model(config), bench.device
@@ -119,7 +140,7 @@ def gate(bench: MeshBench, config: Any) -> None:
     cache = OscarCache(rotations, model)
     chunks: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in cache.layers]
     for layer, rows in zip(cache.layers, chunks):
-        layer.observer = lambda *arrays, rows=rows: rows.append(tuple(a.clone() for a in arrays))
+        record_attention(layer, rows)
     ids = torch.randint(1, 100, (2, 700), generator=torch.Generator().manual_seed(0)).to(device)
     tokens = model.generate(
         ids,
@@ -139,6 +160,7 @@ def gate(bench: MeshBench, config: Any) -> None:
             query, key, value, out = (gathered(a, 2) for a in chunk)
             expected = whole.attend(query, key, value, None, softmax_scale=scale)
             worst = max(worst, ((out - expected).float().norm() / expected.float().norm()).item())
+        assert rows, f"layer {number}: no chunk was seen"
         for found, kept in zip(stored(layer), stored(whole), strict=True):
             assert torch.equal(gathered(found, 1), kept), f"layer {number}: stored bytes differ"
             compared += kept.numel()
@@ -173,18 +195,7 @@ def filled(bench: MeshBench, kind: str, batch: int, length: int) -> Any:
         heads = layer.config.num_key_value_heads
         rows = torch.zeros((batch, heads, 1, geometry.head_dim), dtype=torch.bfloat16, device=device)
         layer.lazy_initialization(rows, rows)
-        store = layer.store
-        for codes in (store.key_codes, store.value_codes):
-            codes.random_(-(2**31), 2**31 - 1)
-        for row_scale in (store.key_scale, store.value_scale):
-            row_scale.fill_(0.5)
-        for window in (store.window_key, store.window_value, store.key_page_mean):
-            window.normal_()
-        store.lengths.fill_(length)
-        store.history_pages.fill_(geometry.history_pages(length))
-    cache.layers[0].ledger.device_columns.fill_(length)
-    cache.layers[0].ledger.refresh()
-    return cache
+    return hold_random_tokens(cache, length)
 
 
 def floor(bench: MeshBench, kind: str, batch: int, length: int, cache: Any) -> float:
