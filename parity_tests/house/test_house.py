@@ -156,6 +156,16 @@ def test_the_page_shows_the_tree() -> None:
                 continue
             if path.suffix in (".py", ""):
                 assert f"{package}/{path.name}" in shown, f"{package}/{path.name} is not in the tree"
+    listed = " ".join(block("tree")).split("oscar_torch/")
+    for package, text in zip(PACKAGES, listed):
+        words = set(re.findall(r"\w+", text))
+        for name, path in modules(package).items():
+            folder, _, file = name.partition(".")
+            # Kernels and families stand there as folders, twins once.
+            whole = folder in ("pallas", "triton_kernels") or file.startswith("families.")
+            if not file or whole or path.name.startswith("__") or (package != PACKAGES[0] and is_twin(path)):
+                continue
+            assert file in words, f"{package}/{folder}/{path.name} is not in the tree"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
