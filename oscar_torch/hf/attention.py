@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import cap_scores
 from ..core.errors import ConfigError, ShapeError
-from .handover import forget_handover, take_announced, take_mask_request
+from .handover import forget_handover, note_window, require_window, take_announced, take_mask_request
 from .layer import ATTENTION, OscarLayer
 from .static_layer import StaticLayer, traced
 
@@ -110,6 +110,8 @@ def _over_cache(
             f"layer {layer.layer_id} attends with sliding_window = {sliding_window}, "
             f"the config says {layer.sliding_window}"
         )
+    if layer.sliding_window is not None and sliding_window is None and not torch.compiler.is_compiling():
+        require_window(layer.sliding_window, layer.columns + query.shape[2])
     real = None if attention_mask is None else _columns_of(attention_mask)
     softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = None if s_aux is None else s_aux.float()
@@ -218,6 +220,8 @@ def _new_tokens(
             f"attention pattern {mask_function.__qualname__!r}, allowed: causal, also with a sliding window "
             "(image blocks that see themselves both ways, and texts packed into one row, are other patterns)"
         )
+    if not torch.compiler.is_compiling():
+        note_window(local_size)
     if isinstance(layer, StaticLayer):
         if attention_mask is None:
             if not torch.compiler.is_compiling() and any(not isinstance(c, int) for c in layer.ledger.chunks):

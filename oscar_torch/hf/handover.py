@@ -25,7 +25,7 @@ def interrupted(columns: int) -> ConfigError:
 
 def announce(layer: Any, key: Tensor) -> None:
     """Notes that the attention over `key` is that of `layer`."""
-    _handover.layer, _handover.key = layer, key
+    _handover.layer, _handover.key, _handover.masked = layer, key, False
 
 
 def take_announced(key: Tensor) -> Any:
@@ -57,6 +57,23 @@ def take_mask_request(columns: int | Tensor, new_columns: int) -> Any:
     if request is None or request[1:] != (columns, new_columns):
         return None
     return request[0]()
+
+
+def note_window(window: int | None) -> None:
+    """Notes that the model made a mask with this window; the masks of a step come before its attention."""
+    if not getattr(_handover, "masked", False):
+        _handover.windows, _handover.masked = set(), True
+    _handover.windows.add(window)
+
+
+def require_window(window: int, columns: int) -> None:
+    """Raises ConfigError where `columns` reach beyond a window that no mask of this step has."""
+    windows = getattr(_handover, "windows", None)
+    if columns > window and windows and window not in windows:
+        raise ConfigError(
+            f"{columns} columns with sliding_window = {window} in the configuration, which the model's masks "
+            f"leave out, allowed: up to {window} columns, or a configuration that says what the model does"
+        )
 
 
 def forget_handover() -> None:

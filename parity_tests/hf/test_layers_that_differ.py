@@ -116,3 +116,23 @@ def test_pages_of_several_geometries_are_refused():
     rotations = make_rotations(model.config, layers=(0, 1))
     with pytest.raises(ConfigError, match=r"layer 0 has 2 key/value heads of 16 .* 1 key/value heads of 32"):
         OscarCache(rotations, model.config, window_policy=EVERY_LAYER_INT2)
+
+
+def test_a_window_that_the_model_does_not_apply_is_refused():
+    """Moshi's configuration names one, its masks have none: beyond it a ring would forget what is read."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = tf.MoshiConfig(**sizes, head_dim=16, ffn_dim=128, vocab_size=97, sliding_window=70)
+    model = tf.MoshiForCausalLM._from_config(config, attn_implementation="eager").eval()
+    (ids,) = prompts(71)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_attn_implementation("oscar")
+        cache = OscarCache(make_rotations(model.config), model.config)
+        found = model(ids[:, :70], use_cache=True, **with_cache(model, cache)).logits
+        torch.testing.assert_close(found, expected[:, :70], **TOLERANCE)
+        with pytest.raises(
+            ConfigError, match=r"71 columns with sliding_window = 70 .* allowed: up to 70 columns"
+        ):
+            model(ids[:, 70:], use_cache=True, **with_cache(model, cache))
+    assert cache.get_seq_length() == 70
