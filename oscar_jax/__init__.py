@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         ShapeError,
     )
     from .core.rotation_header import RotationHeader
-    from .evaluation.job import evaluate, evaluate_needles
+    from .evaluation.job import evaluate
+    from .evaluation.task_job import evaluate_tasks
     from .generate import Generation, Generator, SamplingConfig
     from .interchange.convert import convert
     from .interchange.inspect import inspect
@@ -45,7 +46,8 @@ _PLACES = {
         "ShapeError",
     ),
     "core.rotation_header": ("RotationHeader",),
-    "evaluation.job": ("evaluate", "evaluate_needles"),
+    "evaluation.job": ("evaluate",),
+    "evaluation.task_job": ("evaluate_tasks",),
     "generate": ("Generation", "Generator", "SamplingConfig"),
     "interchange.convert": ("convert",),
     "interchange.inspect": ("inspect",),
@@ -83,7 +85,7 @@ __all__ = [
     "calibrate",
     "convert",
     "evaluate",
-    "evaluate_needles",
+    "evaluate_tasks",
     "fit",
     "hadamard_rotation",
     "identity_rotation",

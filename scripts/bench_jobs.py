@@ -1,4 +1,4 @@
-"""Times the long jobs, `calibrate` and `evaluate` (and needles), on a model of random weights or a real one.
+"""Times the long jobs, `calibrate`, `evaluate` and `tasks`, on a model of random weights or a real one.
 
 Random weights have the shape of Qwen2.5-Coder-1.5B and a tokenizer of bytes: the times are those of a real
 model, the figures of quality mean nothing. Each job runs from a cold start, compilation included; the rate of
@@ -21,8 +21,9 @@ from flax import nnx
 
 from oscar_jax.calibration.job import calibrate
 from oscar_jax.core.config import CalibrationConfig
-from oscar_jax.evaluation.job import evaluate, evaluate_needles
+from oscar_jax.evaluation.job import evaluate
 from oscar_jax.evaluation.subject import Subject, load_subject
+from oscar_jax.evaluation.task_job import evaluate_tasks
 from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.rope import RopeConfig
 
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint or weights package instead of random weights")
     parser.add_argument("--tiny", action="store_true", help="a two-layer model, to try the script")
     parser.add_argument("--context", type=int, default=32_768, help="of the evaluation")
-    parser.add_argument("--sequence", type=int, default=8192, help="of the calibration, and of the needles")
+    parser.add_argument("--sequence", type=int, default=8192, help="of the calibration, and of the tasks")
     parser.add_argument("--tokens", type=int, default=49_152, help="of the calibration")
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -112,8 +113,8 @@ def main() -> None:
         print(json.dumps(times), flush=True)
 
         started = time.perf_counter()
-        evaluate_needles(subject, [], here / "needles", context=arguments.sequence, planted=10, **common)
-        times["needles"] = round(time.perf_counter() - started, 1)
+        evaluate_tasks(subject, [], here / "tasks", lengths=[arguments.sequence], trials=1, **common)
+        times["tasks"] = round(time.perf_counter() - started, 1)
     print(json.dumps(times), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(times, indent=1) + "\n")

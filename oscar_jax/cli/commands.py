@@ -67,49 +67,75 @@ def run_fit(arguments: argparse.Namespace) -> None:
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
-    """`oscar evaluate`: tables of fidelity, or of retrieval with --needle."""
-    from ..evaluation import job, needles
+    """`oscar evaluate`: tables of fidelity."""
+    from ..evaluation import job
     from ..evaluation.bars import Bars
     from ..evaluation.methods import check_method_names
     from . import output
 
-    methods = [name.strip() for name in arguments.methods.split(",") if name.strip()]
+    methods = _names(arguments.methods)
     if arguments.as_exported is not None:
         methods.append(f"exported:{arguments.as_exported}".removesuffix(":"))
     check_method_names(methods)
-    texts = arguments.text or []
-    if not texts and not arguments.needle:
-        raise ConfigError("--text is needed (without it only --needle works)")
-    common = {
-        "rotations": arguments.rotations,
-        "context": arguments.context,
-        "methods": methods,
-        "chunk": arguments.chunk,
-        "field": arguments.field,
-        "all_layers": arguments.all_layers,
-    }
+    if not arguments.text:
+        raise ConfigError("--text is needed")
     model = _model(arguments)
-    if arguments.needle:
-        with Bars() as bars:
-            document = job.evaluate_needles(
-                model,
-                texts,
-                arguments.out,
-                planted=arguments.needles,
-                trials=arguments.trials,
-                seed=arguments.seed,
-                progress=bars,
-                **common,
-            )
-        if _first_host():
-            print("\n".join(needles.needle_table(document)))
-        return
     with Bars() as bars:
         document = job.evaluate(
-            model, texts, arguments.out, every=arguments.every, progress=bars, warn=output.warn, **common
+            model,
+            arguments.text,
+            arguments.out,
+            rotations=arguments.rotations,
+            context=arguments.context,
+            methods=methods,
+            every=arguments.every,
+            chunk=arguments.chunk,
+            field=arguments.field,
+            all_layers=arguments.all_layers,
+            progress=bars,
+            warn=output.warn,
         )
     if _first_host():
         output.print_evaluation(document, arguments.out)
+
+
+def run_tasks(arguments: argparse.Namespace) -> None:
+    """`oscar tasks`: accuracy of every method at every length."""
+    from ..evaluation.bars import Bars
+    from ..evaluation.methods import check_method_names
+    from ..evaluation.task_job import evaluate_tasks
+    from ..evaluation.task_report import task_table
+
+    methods = _names(arguments.methods)
+    check_method_names(methods)
+    try:
+        lengths = [int(length) for length in _names(arguments.lengths)]
+    except ValueError:
+        raise ConfigError(f"--lengths {arguments.lengths!r}, allowed: whole numbers, as 4096,8192") from None
+    model = _model(arguments)
+    with Bars() as bars:
+        document = evaluate_tasks(
+            model,
+            arguments.text or [],
+            arguments.out,
+            rotations=arguments.rotations,
+            lengths=lengths,
+            tasks=_names(arguments.tasks),
+            methods=methods,
+            questions=arguments.questions,
+            trials=arguments.trials,
+            seed=arguments.seed,
+            new_tokens=arguments.new_tokens,
+            chat=arguments.chat,
+            chunk=arguments.chunk,
+            field=arguments.field,
+            all_layers=arguments.all_layers,
+            restart=arguments.restart,
+            progress=bars,
+        )
+    if _first_host():
+        print("\n".join(task_table(document)))
+        print(f"Report: {arguments.out}")
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -143,7 +169,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         rotations.require_fits(config, layers, model_id=config.model_id, fingerprint=config.fingerprint)
     head = [] if config.bos_token_id is None else [config.bos_token_id]
     if arguments.chat:  # a template says itself whether a text starts with a special token
-        encoded = [subject.encode(_chat(subject, prompt)) for prompt in prompts]
+        encoded = [subject.encode(subject.chat(prompt)) for prompt in prompts]
     else:
         encoded = [subject.encode(prompt) for prompt in prompts]
         # A prompt that starts with the token itself does not get a second one.
@@ -219,6 +245,11 @@ def run_convert(arguments: argparse.Namespace) -> None:
     print(report.text())
 
 
+def _names(listed: str) -> list[str]:
+    """The parts of a comma-separated option."""
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
     return CalibrationConfig(
         basis=arguments.basis,
@@ -227,17 +258,6 @@ def _settings(arguments: argparse.Namespace, **sizes: int) -> CalibrationConfig:
         rounding=arguments.rounding,
         **sizes,
     )
-
-
-def _chat(subject: "Subject", prompt: str) -> str:
-    """The text of a conversation in which the user has said `prompt`, by the tokenizer's own template."""
-    if getattr(subject.tokenizer, "chat_template", None) is None:
-        raise ConfigError(f"--chat: the tokenizer of {subject.config.model_id!r} has no chat template")
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        return subject.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except ImportError as error:  # transformers raises it without the name of the package
-        raise ConfigError(f"--chat: {error}") from None
 
 
 def _keep_compiled_programs(wanted: bool) -> None:

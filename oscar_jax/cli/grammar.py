@@ -60,7 +60,25 @@ examples:
   oscar evaluate --model gemma.gguf --rotations rotations/ --text book.txt --context 4096 --out report/
   oscar evaluate --model gemma.gguf --rotations rotations/ --text book.txt --text src/ --context 16384 \\
                  --methods bf16,int2,int2:oscar,published --every 4 --out report/
-  oscar evaluate --model gemma.gguf --rotations rotations/ --needle --context 4096 --methods int2 --out n/
+"""
+_TASKS_EPILOG = """\
+Facts are planted in a long text and asked for; all methods read the same text, each as it would in decoding.
+
+tasks:
+  single         one fact of each kind, such as a gate code
+  keys           the number of one name among many
+  values         four numbers of one name, in four places
+  tracking       VAR A = 52317, elsewhere VAR B = VAR A, elsewhere VAR C = VAR B: which are 52317?
+  code           a function of the text, to be written again line by line
+  writing        --new-tokens after a text of each length, judged by the BF16 model
+
+Methods are those of oscar evaluate. Interrupted? The same command goes on where it stopped.
+
+examples:
+  oscar tasks --model gemma.gguf --rotations rotations/ --lengths 1024,2048 --out tasks/
+  oscar tasks --model coder.gguf --rotations rotations/ --chat --lengths 4096,8192,16384,32768 --out tasks/
+  oscar tasks --model coder.gguf --rotations rotations/ --tasks writing --text src/ --lengths 16384 \\
+              --new-tokens 2048 --trials 2 --out writing/
 """
 _GENERATE_EPILOG = """\
 examples:
@@ -143,6 +161,8 @@ def build_parser() -> argparse.ArgumentParser:
     _grow_fit(command("fit", say, _FIT_EPILOG, commands.run_fit))
     say = "measure what a 2-bit cache costs on a model"
     _grow_evaluate(command("evaluate", say, _EVALUATE_EPILOG, commands.run_evaluate))
+    say = "measure what a model still can do with a 2-bit cache: retrieval, tracking, code, long texts"
+    _grow_tasks(command("tasks", say, _TASKS_EPILOG, commands.run_tasks))
     say = "continue prompts with a 2-bit or BF16 cache"
     _grow_generate(command("generate", say, _GENERATE_EPILOG, commands.run_generate))
     say = "say what a rotation set, a rotation file or a checkpoint contains"
@@ -253,11 +273,34 @@ def _grow_evaluate(command: _Parser) -> None:
     command.number("--chunk", None, "tokens per forward pass; the figures do not depend on it")
     about = "quantize layers with a sliding window too, in every method"
     command.add_argument("--all-layers", action="store_true", help=about)
-    about = "retrieval of planted keys instead of perplexity"
-    command.add_argument("--needle", action="store_true", help=about)
-    command.number("--needles", 10, "keys planted per context")
-    command.number("--trials", 3, "contexts with new keys")
-    command.number("--seed", 0, "of the needles")
+
+
+def _grow_tasks(command: _Parser) -> None:
+    _add_model(command)
+    _add_mesh(command)
+    command.add_argument("--rotations", metavar="DIR", help="what `oscar calibrate` wrote")
+    _add_model_id(command)
+    about = "tokens of a context, comma-separated (default %(default)s)"
+    command.add_argument("--lengths", default="4096", metavar="LIST", help=about)
+    about = "comma-separated, see below (default %(default)s)"
+    every = "single,keys,values,tracking,code"
+    command.add_argument("--tasks", default=every, metavar="LIST", help=about)
+    methods = "bf16,int2,published,hadamard"
+    command.add_argument("--methods", default=methods, metavar="LIST", help="likewise (default %(default)s)")
+    command.number("--trials", 4, "contexts per length")
+    command.number("--questions", 0, "of each task in a context, at most 8; 0: one per 1024 tokens")
+    command.number("--seed", 0, "of facts, names and numbers")
+    command.number("--new-tokens", 1024, "of the task writing")
+    about = "filler, and what is written on; may be given several times (default: made-up sentences)"
+    command.add_argument("--text", nargs="+", action="append", metavar="TEXT", help=about)
+    command.add_argument("--field", metavar="NAME", help="field of .jsonl lines that holds the text")
+    about = "the tokenizer's chat template surrounds text and question: for models that follow instructions"
+    command.add_argument("--chat", action="store_true", help=about)
+    command.add_argument("--out", required=True, metavar="DIR", help="where tables, JSON and plots go")
+    command.number("--chunk", None, "tokens per forward pass; the answers do not depend on it")
+    about = "quantize layers with a sliding window too, in every method"
+    command.add_argument("--all-layers", action="store_true", help=about)
+    command.add_argument("--restart", action="store_true", help="forget an interrupted run in DIR")
 
 
 def _grow_generate(command: _Parser) -> None:

@@ -219,6 +219,52 @@ def attend_rows(
     return carry
 
 
+def attend_few(
+    query: jax.Array,
+    rows: StoredRows,
+    positions: jax.Array,
+    stored: jax.Array | int,
+    *,
+    apart: int,
+    config: CacheConfig,
+    softmax_scale: float,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> list[Partial]:
+    """What `attend_rows` sees, of few queries: products over the whole capacity at once, without a loop.
+
+    Arguments as there; `apart` is at least the distance between two of `positions`.
+    """
+    queries = group_queries(query, rows.key.shape[1]) * softmax_scale
+    end = coded_end(positions, config)
+    always = end.min()  # up to here the history is INT2 for every query
+
+    def seen(token: jax.Array) -> jax.Array:
+        seen = (token <= positions[:, None]) & (token < stored)
+        return seen if sliding_window is None else seen & (token > positions[:, None] - sliding_window)
+
+    def among(key: jax.Array, value: jax.Array, mask: jax.Array) -> Partial:
+        return _attend_at_once(queries, key, value, mask[None], softcap)
+
+    token = jnp.arange(rows.key.shape[2])
+    if rows.restored_key is None or rows.restored_value is None:
+        return [among(rows.key, rows.value, seen(token))]
+    coded = ((token >= config.sink_tokens) & (token < always))[:, None]
+    key = jnp.where(coded, rows.restored_key, rows.key.astype(jnp.float32))
+    value = jnp.where(coded, rows.restored_value, rows.value.astype(jnp.float32))
+    if not apart:
+        return [among(key, value, seen(token))]
+    changing = (token >= always) & (token < end[:, None])
+    first = among(key, value, seen(token) & ~changing)
+    # The pages that are INT2 for some of the queries only.
+    width = min(len(token), fmt.PAGE_TOKENS * (apart // fmt.PAGE_TOKENS + 1))
+    start = jnp.minimum(always, len(token) - width)
+    near = start + jnp.arange(width)
+    key = lax.dynamic_slice_in_dim(rows.restored_key, start, width, axis=2)
+    value = lax.dynamic_slice_in_dim(rows.restored_value, start, width, axis=2)
+    return [first, among(key, value, seen(near) & (near >= always) & (near < end[:, None]))]
+
+
 def attend_own(
     query: jax.Array,
     key: jax.Array,
@@ -229,13 +275,20 @@ def attend_own(
 ) -> Partial:
     """Attention over few exact rows: query [B, T, N, D], key and value [B, S, K, D], mask bool [B, T, S]."""
     queries = group_queries(query, key.shape[2]) * softmax_scale
+    return _attend_at_once(queries, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, softcap)
+
+
+def _attend_at_once(
+    queries: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, softcap: float | None
+) -> Partial:
+    """Scaled queries [B, K, G, T, D] over rows [B, K, S, D] where mask bool [B or 1, T, S] says so."""
     scores = jnp.einsum(
-        "bkgtd,bskd->bkgts", queries, key.astype(jnp.float32), precision=lax.Precision.HIGHEST
+        "bkgtd,bksd->bkgts", queries, key.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     scores = jnp.where(mask[:, None, None], cap_scores(scores, softcap), -jnp.inf)
     top = scores.max(axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
     total = jnp.einsum(
-        "bkgts,bskd->bkgtd", weights, value.astype(jnp.float32), precision=lax.Precision.HIGHEST
+        "bkgts,bksd->bkgtd", weights, value.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     return Partial(total, weights.sum(axis=-1), top)

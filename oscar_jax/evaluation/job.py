@@ -1,4 +1,4 @@
-"""What two bits cost: perplexity, KL to BF16, attention error, memory and retrieval, all on the same text.
+"""What two bits cost: perplexity, KL to BF16, attention error and memory, all on the same text.
 
 All methods walk through the same tokens side by side as one batch, so that memory does not grow with the
 number of judged positions. The first row is the same model with a BF16 cache; `int2` codes pages with the
@@ -9,7 +9,6 @@ the tokens from INT2 that it would read in decoding, token by token, however lon
 
 import dataclasses
 import datetime
-import json
 import os
 import pathlib
 import platform
@@ -27,7 +26,7 @@ from ..models.weights import host_array
 from ..rotations import store
 from ..rotations.rotation import RotationSet
 from ..rotations.statistics import STATISTICS_FILE, load_statistics
-from . import fidelity, needles
+from . import fidelity
 from .exported import MEANS_DROPPED
 from .methods import METHODS, check_method_names, resolve_methods
 from .report import StreamResult, evaluation_document, save_evaluation
@@ -41,7 +40,7 @@ PROBES = 256  # query positions at which attention itself is compared
 
 
 @dataclasses.dataclass(frozen=True)
-class _Question:
+class Prepared:
     """Everything that an evaluation needs, checked and loaded."""
 
     subject: Subject
@@ -77,10 +76,10 @@ def evaluate(
     or CheckpointError before anything runs.
     """
     if not texts:
-        raise ConfigError("--text is needed (without it only --needle works)")
+        raise ConfigError("--text is needed")
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)  # before anything expensive: a file may stand there
-    question = _prepare(model, texts, rotations, context, methods, every, chunk, field, all_layers, dtype)
+    question = prepare(model, texts, rotations, context, methods, every, chunk, field, all_layers, dtype)
     config = question.subject.config
     sequences = [with_bos(stream, context, config) for stream in question.streams]
     for stream in question.streams:
@@ -117,60 +116,7 @@ def evaluate(
     return document
 
 
-def evaluate_needles(
-    model: Subject | str | os.PathLike[str],
-    texts: Sequence[Sequence[str]],
-    out: str | os.PathLike[str],
-    *,
-    rotations: str | os.PathLike[str] | None = None,
-    context: int = 4096,
-    methods: Sequence[str] = METHODS,
-    chunk: int | None = None,
-    planted: int = 10,
-    trials: int = 3,
-    seed: int = 0,
-    field: str | None = None,
-    all_layers: bool = False,
-    dtype: str | None = None,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """Retrieval of `planted` numbers from each of `trials` contexts; returns and writes the report.
-
-    `texts` are filler (none: made-up sentences); the other arguments as in `evaluate`.
-    """
-    for name, value in (("needles", planted), ("trials", trials)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value}, allowed: >= 1")
-    out = pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    question = _prepare(model, texts, rotations, context, methods, 1, chunk, field, all_layers, dtype)
-    subject, chunk = question.subject, question.chunk
-
-    def save(document: dict[str, Any]) -> None:
-        document = question.about | document
-        if jax.process_index():  # of several hosts the first one writes
-            return
-        (out / "needle.json").write_text(json.dumps(document, indent=1) + "\n")
-        (out / "needle.md").write_text("\n".join(needles.needle_table(document)) + "\n")
-
-    with subject.context():
-        return question.about | needles.run_needles(
-            make_runner(subject.model, subject.config),
-            question.methods,
-            question.streams,
-            subject.encode,
-            subject.decode,
-            context=context,
-            chunk=chunk,
-            needles=planted,
-            trials=trials,
-            seed=seed,
-            on_chunk=lambda tokens: progress("needles", tokens, trials * context),
-            on_trial=save,
-        )
-
-
-def _prepare(
+def prepare(
     model: Subject | str | os.PathLike[str],
     texts: Sequence[Sequence[str]],
     rotations: str | os.PathLike[str] | None,
@@ -181,7 +127,7 @@ def _prepare(
     field: str | None,
     all_layers: bool,
     dtype: str | None,
-) -> _Question:
+) -> Prepared:
     """Checks what can be checked without the model, loads it, then checks the rest."""
     rotation_set, statistics = None, None
     if rotations is not None:
@@ -216,7 +162,7 @@ def _prepare(
         history=HISTORY,
         int2_share=int2_share(judged_positions(context, every, geometry), geometry),
     )
-    return _Question(subject, layers, resolved, streams, rotation_set, chunk, about)
+    return Prepared(subject, layers, resolved, streams, rotation_set, chunk, about)
 
 
 def judged_positions(context: int, every: int, config: CacheConfig) -> np.ndarray:

@@ -166,3 +166,33 @@ def save_evaluation_plot(
     axes[1].grid(alpha=0.3)
     _legend_beside(axes[1])
     return _save(figure, path)
+
+
+def save_task_plot(
+    path: pathlib.Path,
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]],
+    ylabel: str,
+    title: str,
+) -> pathlib.Path:
+    """One panel per task or measure: method → length → value; ticks at the lengths measured.
+
+    Panels share `ylabel` if there is one, with the same range; else each has its own name there.
+    """
+    figure, axes = _new_figure(len(panels), width=4.0, height=3.6)
+    for number, (axis, (name, curves)) in enumerate(zip(axes, panels.items())):
+        lengths = sorted({length for by_length in curves.values() for length in by_length})
+        for method, by_length in curves.items():
+            color, style = method_color(method), "--" if method == "bf16" else "-"
+            axis.plot(list(by_length), list(by_length.values()), "o" + style, ms=4, label=method, color=color)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens read")
+        axis.grid(alpha=0.3)
+        if ylabel:
+            axis.set_title(name, fontsize=9)
+            axis.set_ylim(-4, 104)
+        axis.set_ylabel(ylabel if ylabel and not number else "" if ylabel else name)
+    figure.suptitle(title, fontsize=9)
+    _legend_beside(axes[-1])
+    return _save(figure, path)

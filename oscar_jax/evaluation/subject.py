@@ -61,6 +61,16 @@ class Subject:
         """The text of token ids."""
         return self.tokenizer.decode(list(tokens))
 
+    def chat(self, prompt: str) -> str:
+        """A conversation in which the user says `prompt`, by the tokenizer's own template; ConfigError."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(f"--chat: the tokenizer of {self.config.model_id!r} has no chat template")
+        messages = [{"role": "user", "content": prompt}]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except ImportError as error:  # transformers raises it without the name of the package
+            raise ConfigError(f"--chat: {error}") from None
+
     def int2_layers(self, *, all_layers: bool = False) -> tuple[int, ...]:
         """Layers that are quantized; ConfigError if there is none. `all_layers` takes windowed ones too."""
         policy = window_policy(all_layers)

@@ -20,7 +20,7 @@ from oscar_jax.rotations.store import load_rotation_set
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
-COMMANDS = ("calibrate", "fit", "evaluate", "generate", "inspect", "convert")
+COMMANDS = ("calibrate", "fit", "evaluate", "tasks", "generate", "inspect", "convert")
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +177,10 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
     (broken / "rotation_set" / "header.json").write_text("{}")
     model, text = f"--model {session}/model", f"--text {session}/two.txt"
     rotations, out = f"--rotations {session}/rotations", f"--out {session}/x"
-    calibrate, evaluate, generate = (
+    calibrate, evaluate, tasks, generate = (
         f"calibrate {out} {text}",
         f"evaluate {out} {rotations}",
+        f"tasks {out} {rotations}",
         "generate --prompt a",
     )
     wrong = {
@@ -225,9 +226,15 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"{evaluate} {model} {text} --as-exported llama": "reader 'llama'",
         f"evaluate {out} {model} {text} --context 512 --methods exported": "'exported' needs --rotations",
         f"{evaluate} {model} {text} --methods int2:oscar@nan": "damping = nan",
-        f"{evaluate} {model} --needle --needles 0 --context 512": "needles = 0",
-        f"{evaluate} {model} --needle --trials 0 --context 512": "trials = 0",
-        f"{evaluate} {model} --needle --needles 40 --context 512": "too short for 40",
+        f"{tasks} {model} --questions 9": "questions = 9",
+        f"{tasks} {model} --trials 0": "trials = 0",
+        f"{tasks} {model} --tasks needle": "unknown task 'needle'",
+        f"{tasks} {model} --lengths 4k": "'4k'",
+        f"{tasks} {model} --lengths 512,8192": "8192",
+        f"{tasks} {model} --lengths 512 --questions 8": "too short for 8 questions",
+        f"{tasks} {model} --lengths 4096 --tasks writing": "length = 4096 and 1024 new tokens",
+        f"{tasks} {model} --lengths 3072 --tasks writing {text}": "has 3000 tokens, needed: 3072",
+        f"{tasks} {model} --chat": "no chat template",
         f"evaluate {model} {rotations} {text} --out {session}/one.txt": "one.txt",
         f"fit {session}/one.txt {out}": "one.txt is not a statistics file",
         f"fit {session}/nothing {out}": "not a statistics file",
@@ -265,7 +272,7 @@ def test_random_words_never_end_in_a_traceback(session: Path, capsys: pytest.Cap
         "--basis",
         "--to",
     ]
-    words += ["--needle", "--every", "--methods", "--chunk", "--prompt", "--field", "--damping", "--seed"]
+    words += ["--lengths", "--every", "--methods", "--chunk", "--prompt", "--field", "--damping", "--seed"]
     values = [
         str(session / "one.txt"),
         str(session / "nothing"),

@@ -1,8 +1,7 @@
-"""Evaluation: the measures, the simulated recipes, the accounting, and retrieval by greedy decoding."""
+"""Evaluation: the measures, the simulated recipes and the accounting."""
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from oscar_jax.cache import allocate_layer_cache, append_rows, live_bytes
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
-from oscar_jax.evaluation import fidelity, needles, plots, stepper
+from oscar_jax.evaluation import fidelity, plots, stepper
 from oscar_jax.evaluation import job as evaluation_job
 from oscar_jax.evaluation import methods as evaluation_methods
 from oscar_jax.evaluation import report as evaluation_report
@@ -366,67 +365,6 @@ def test_calibration_text_is_recognized(tiny: tuple) -> None:
     fitted = rotation_set(tiny[1], extra={"document_digests": ["a", "b"]})
     assert evaluation_job.is_calibration_text(stream_of(np.zeros(1, np.int32), ("c", "b")), fitted)
     assert not evaluation_job.is_calibration_text(stream_of(np.zeros(1, np.int32), ("c",)), fitted)
-
-
-def test_needles_are_planted_at_even_depths() -> None:
-    def encode(sentence: str) -> list[int]:
-        return [ord(character) for character in sentence]
-
-    filler = np.full(200, 32, np.int32)
-    planted = needles.make_needle_context(filler, encode, 1500, 4, random.Random(0), bos=256)
-    assert len(planted.tokens) == 1500 and planted.tokens[0] == 256
-    assert planted.depths == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=2e-3)
-    whole = "".join(chr(token) for token in planted.tokens[1:])
-    for name, number in zip(planted.names, planted.numbers):
-        assert f"the secret number of {name} is {number}." in whole
-    with pytest.raises(ConfigError, match="too short"):
-        needles.make_needle_context(filler, encode, 100, 4, random.Random(0), bos=None)
-
-
-def test_answers_are_greedy_continuations_and_no_question_disturbs_another(tiny: tuple) -> None:
-    """What `retrieve` scores for BF16 are the uncached model's tokens; for INT2 those of its real cache."""
-    model, config, tokenizer, steps = tiny
-
-    def encode(sentence: str) -> list[int]:
-        return tokenizer.encode(sentence, add_special_tokens=False)
-
-    filler = np.random.default_rng(8).integers(97, 123, 420).astype(np.int32)
-    planted = needles.make_needle_context(filler, encode, 420, 2, random.Random(1), bos=256)
-    answers: list[list[int]] = []
-
-    def decode(tokens: Any) -> str:
-        answers.append(list(tokens))
-        return planted.numbers[0] + "!"
-
-    methods = evaluation_methods.resolve_methods(["int2"], config, LAYERS, rotation_set(config), None)
-    ask = needles.make_asker(steps)
-    found = needles.retrieve(steps, ask, methods, planted, encode, decode, chunk=64)
-    assert found == [[True, planted.numbers[0] == planted.numbers[1]]] * 2
-    greedy = jax.jit(lambda tokens, last: jnp.argmax(model(tokens)[0][0, last]))
-    rotations = methods[1].rotations
-
-    @jax.jit
-    def step(token: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
-        attention = CachedAttention(config, rotations, jnp.ones(1, jnp.int32))
-        logits, caches = model(token, caches, positions=caches[0].lengths[:, None], attention=attention)
-        return jnp.argmax(logits[0, 0]), caches
-
-    for name, exact, coded in zip(planted.names, answers[:2], answers[2:]):
-        tokens = [*planted.tokens, *encode(needles.needle_question(name))]
-        start = len(tokens)
-        tokens += exact
-        padded = np.zeros((1, 512), np.int32)
-        padded[0, : len(tokens)] = tokens
-        assert [int(greedy(padded, start - 1 + i)) for i in range(len(exact))] == exact
-        caches: Any = allocate_model_cache(config, 1, 512, kind="int2")
-        following = 0
-        for token in tokens[:start]:
-            following, caches = step(jnp.asarray([[token]]), caches)
-        decoded = []
-        for _ in coded:
-            decoded.append(int(following))
-            following, caches = step(jnp.asarray([[following]]), caches)
-        assert decoded == coded
 
 
 def test_the_share_read_from_int2_is_counted_and_a_small_one_warned_of(tiny: tuple) -> None:

@@ -51,7 +51,7 @@ def test_the_packages_offer_the_same_names() -> None:
     """Apart from jobs that only JAX has, and the classes for transformers."""
     jax, torch = (set(importlib.import_module(package).__all__) for package in PACKAGES)
     assert torch - jax == {"OscarCache", "calibrate_model", "save_statistics"}
-    jobs = {"fit", "evaluate", "evaluate_needles"}
+    jobs = {"fit", "evaluate", "evaluate_tasks"}
     models = {"Generator", "Generation", "SamplingConfig", "load_model"}
     assert jax - torch == jobs | models | {"save_rotation_set"}
 

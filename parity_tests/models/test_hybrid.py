@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from oscar_jax.core.errors import CheckpointError, ConfigError
-from oscar_jax.evaluation.needles import make_asker
+from oscar_jax.evaluation.asking import make_asker
 from oscar_jax.evaluation.stepper import make_runner
 from oscar_jax.generate import Generator, select_rotations
 from oscar_jax.interchange.convert import load_any
@@ -124,7 +124,8 @@ def test_evaluation_steps_and_questions_equal_the_whole_text(hybrid: Any) -> Non
     asked = np.zeros((2, 5), np.int32)
     for row, question in zip(asked, questions):
         row[: len(question)] = question
-    answers = np.asarray(make_asker(runner)(runner.state, rows, 200, asked, np.array([5, 3]), answer=3))
+    lengths, limits = np.array([5, 3]), np.array([3, 3])
+    answers = np.asarray(make_asker(runner)(runner.state, rows, 200, asked, lengths, limits, answer=3))
     for question, answer in zip(questions, answers[0]):
         tokens = [*text.tolist(), *question]
         for expected in answer.tolist():

@@ -1,0 +1,221 @@
+"""Tasks: what is planted, how answers count, and that methods answer and write as they do in decoding."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oscar_jax.core.config import CacheConfig
+from oscar_jax.core.errors import ConfigError
+from oscar_jax.evaluation import asking, task_job, task_report, tasks, writing
+from oscar_jax.evaluation.blockwise import StoredRows, attend_few, attend_rows, finish
+from oscar_jax.evaluation.stepper import Method, Runner, make_runner
+from oscar_jax.evaluation.subject import load_subject
+from oscar_jax.evaluation.tasks import Question, TaskContext
+from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache
+from oscar_jax.rotations.rotation import hadamard_rotation
+from parity_tests.models.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.hf
+PROMPT = np.random.default_rng(8).integers(97, 123, 384).astype(np.int32)  # one page of it is INT2
+METHODS = [
+    Method("bf16", "bf16", {}, 16.0),
+    Method("int2", "int2", dict.fromkeys((0, 1), hadamard_rotation(2, 32)), 2.25),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer model of random weights, whose tokens are bytes."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def runner(path: Path) -> Runner:
+    subject = load_subject(path)
+    return make_runner(subject.model, subject.config)
+
+
+@pytest.fixture(scope="module")
+def step(runner: Runner) -> Any:
+    """One token through the real caches: (token, caches) -> log-probabilities [V], caches."""
+    config, rotations = runner.config, METHODS[1].rotations
+
+    @jax.jit
+    def step(token: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        attention = CachedAttention(config, rotations, jnp.ones(1, jnp.int32))
+        decoder: Any = runner.merge(runner.state)
+        rows, caches = decoder.hidden_states(
+            token[None, None], caches, positions=caches[0].lengths[:, None], attention=attention
+        )
+        return jax.nn.log_softmax(decoder.logits(rows[0, 0])), caches
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def read(runner: Runner, step: Any) -> dict[str, tuple[Any, Any]]:
+    """The outcome of PROMPT, token by token through the real caches: kind -> log-probabilities, caches."""
+    found = {}
+    for kind in ("bf16", "int2"):
+        log_p, caches = None, allocate_model_cache(runner.config, 1, 576, kind=kind)
+        for token in PROMPT:
+            log_p, caches = step(jnp.int32(token), caches)
+        found[kind] = log_p, caches
+    return found
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def planted(count: int, context: int, seed: int = 0) -> tuple[str, TaskContext]:
+    filler = np.full(200, ord(" "), np.int32)
+    made = tasks.make_context(tasks.TASKS, count, filler, encode, context, random.Random(seed), head=[300])
+    assert len(made.tokens) == context and made.tokens[0] == 300
+    return bytes(made.tokens[1:].tolist()).decode(), made
+
+
+def test_facts_stand_in_the_text_and_questions_find_them() -> None:
+    text, made = planted(3, 9000)
+    assert planted(3, 9000)[0] == text and planted(3, 9000, seed=1)[0] != text
+    assert [question.task for question in made.questions] == [t for t in tasks.TASKS for _ in range(3)]
+    for question in made.questions:
+        places = [text.index(part) / len(text) for part in question.expected]
+        assert min(places) - 0.1 < question.depth < max(places) + 0.1
+        if question.task != "code":  # each number or name once, or where a variable is handed on
+            assert all(len(re.findall(part, text)) <= 2 for part in question.expected)
+        if question.task == "values":
+            assert max(places) - min(places) > 0.05
+        if question.task == "tracking":
+            first, *others = question.expected
+            assert f"VAR {first} = {question.text.split()[-1][:-1]}\n" in text
+            assert [f"VAR {b} = VAR {a}\n" in text for a, b in zip(question.expected, others)] == [True] * 2
+            assert places == sorted(places)
+        if question.task == "code":
+            assert question.lead.removeprefix("```python\n") + "\n".join(question.expected) in text
+    assert text.count("The secret number of") == 12 and text.count("def ") == 6
+    with pytest.raises(ConfigError, match=r"a context of 2000 tokens is too short .* their facts take"):
+        planted(3, 2000)
+
+
+def test_answers_count_by_whole_words_and_leading_lines() -> None:
+    numbers = Question("values", "", "", ("123456", "654321"), 0.5)
+    assert [tasks.score(numbers, a) for a in (" 654321, 123456.", "1234567 654321", "none")] == [1, 0.5, 0]
+    code = Question("code", "", "", ("    a", "    b", "    c"), 0.5)
+    answers = ("    a\n    b\n    c\nmore", "    a  \n    x\n    c", "", "    a\n    b")
+    assert [tasks.score(code, answer) for answer in answers] == pytest.approx([1, 1 / 3, 0, 2 / 3])
+    assert tasks.answer_limit(numbers, encode) == 2 * len(" 123456,") + tasks.SPARE_TOKENS
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_few_queries_see_what_many_see(window: int | None) -> None:
+    """Positions on both sides of page boundaries, with pages that are INT2 for some of the queries only."""
+    geometry = CacheConfig(2, 4, 32)
+    keys = jax.random.split(jax.random.key(0), 5)
+    one, two, three, four = (jax.random.normal(key, (2, 2, 1024, 32)) for key in keys[1:])
+    key, value = one.astype(jnp.bfloat16), two.astype(jnp.bfloat16)
+    coded = StoredRows(key, value, three, four)
+    options: dict[str, Any] = {"config": geometry, "softmax_scale": 0.2, "sliding_window": window}
+    for rows, places, apart in (
+        (coded, [639, 702, 703, 766, 640], 128),
+        (coded, [703], 0),
+        (StoredRows(key, value, None, None), [639, 702], 64),
+    ):
+        query = jax.random.normal(keys[0], (2, len(places), 4, 32))
+        many = attend_rows(query, rows, jnp.asarray(places), 640, **options)
+        few = attend_few(query, rows, jnp.asarray(places), 640, apart=apart, **options)
+        np.testing.assert_allclose(finish(few), finish([many]), atol=2e-6)
+
+
+def test_answers_are_greedy_and_no_question_disturbs_another(runner: Runner, step: Any, read: Any) -> None:
+    """BF16 answers as the real BF16 cache does, int2 as the real 2-bit cache; a limit ends the work."""
+    asked = [encode("\nWhat is it? It is"), encode("\nWhere?")]
+    questions = np.zeros((2, 24), np.int32)
+    for row, question in zip(questions, asked):
+        row[: len(question)] = question
+    lengths, limits = np.asarray([len(question) for question in asked]), np.asarray([6, 4])
+    _, rows = asking.read_text(runner, METHODS, PROMPT, capacity=500, chunk=64)
+    ask = asking.make_asker(runner)
+    answers = np.asarray(ask(runner.state, rows, len(PROMPT), questions, lengths, limits, answer=9))
+    assert not answers[..., 6:].any()
+    for method, by_question in zip(METHODS, answers):
+        for question, answer, limit in zip(asked, by_question, limits):
+            log_p, caches = read[method.kind]
+            for token in question:
+                log_p, caches = step(jnp.int32(token), caches)
+            for token in answer[:limit]:
+                assert int(log_p.argmax()) == token
+                log_p, caches = step(jnp.int32(token), caches)
+
+
+def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any, read: Any) -> None:
+    """Pages that fill up on the way are read from two bits; the judge has read the same text in BF16."""
+    writer = writing.make_writer(runner)
+    written, losses = writing.write_texts(writer, METHODS, PROMPT, 128, capacity=512, chunk=64)
+    assert written.shape == losses.shape == (2, 128)
+    (end,) = runner.config.eos_token_ids
+    assert end not in written
+    for method, tokens in zip(METHODS, written):
+        log_p, caches = read[method.kind]
+        for token in tokens:
+            # Codes are multiplied in the rotated basis there, rows rotated back first here: a tie may fall
+            # to either side.
+            assert log_p[token] > log_p.at[end].set(-jnp.inf).max() - 1e-3
+            log_p, caches = step(jnp.int32(token), caches)
+    log_p, caches = read["bf16"]
+    expected = []
+    for token in written[1]:
+        expected.append(-log_p[token])
+        log_p, caches = step(jnp.int32(token), caches)
+    np.testing.assert_allclose(losses[1], expected, atol=2e-3)
+    assert writing.agreement(written)[0] == 128
+    assert writing.agreement(np.asarray([[1, 2, 3], [1, 5, 3], [4, 2, 3]])).tolist() == [3, 1, 0]
+    assert writing.variety(np.asarray([1, 2, 3, 4, 5])) == 1 and writing.variety(np.ones(9, int)) == 1 / 6
+    with pytest.raises(ConfigError, match="prompt = 100 tokens"):
+        writing.write_texts(writer, METHODS, PROMPT[:100], 64, capacity=512, chunk=64)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run asks only what the first did not reach; other settings are refused by name."""
+    path = write_tiny_model(tmp_path / "model", num_hidden_layers=1)
+    options: dict[str, Any] = {
+        "lengths": (512,), "tasks": ("single", "writing"), "methods": ("bf16", "hadamard"), "trials": 2,
+        "questions": 1, "new_tokens": 64, "chunk": 128,
+    }  # fmt: skip
+    saved, calls = task_job.save_tasks, []
+
+    def stop(*arguments: Any) -> None:
+        saved(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task_job, "save_tasks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            task_job.evaluate_tasks(path, [], tmp_path, **options)
+    assert len(json.loads((tmp_path / "tasks.json").read_text())["records"]) == 1
+    real = task_job._answer
+    monkeypatch.setattr(task_job, "_answer", lambda *a: calls.append(a[5]) or real(*a))
+    done = []
+    document = task_job.evaluate_tasks(
+        path, [], tmp_path, progress=lambda stage, count, total: done.append((count, total)), **options
+    )
+    assert calls == [1] and sum(count for count, _ in done) == done[0][1] == 2 * (512 + 512 + 128)
+    stored = json.loads((tmp_path / "tasks.json").read_text())
+    assert stored["accuracy"] == json.loads(json.dumps(document["accuracy"]))
+    row = document["accuracy"]["512"]["single"]
+    assert row["questions"] == 2 and set(row["accuracy"]) == {"bf16", "hadamard"}
+    assert document["writing"]["512"]["agreement"]["bf16"] == 64
+    assert [record["trial"] for record in stored["records"] if record["kind"] == "questions"] == [0, 1]
+    table = (tmp_path / "tasks.md").read_text()
+    assert "| 512 | single | 2 |" in table and "64 tokens written after a text of each length" in table
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("tasks.png", "writing.png"))
+    assert task_report.mean_accuracy(document, 512, "bf16") == row["accuracy"]["bf16"]
+    with pytest.raises(ConfigError, match=r"other settings \(seed\): --restart"):
+        task_job.evaluate_tasks(path, [], tmp_path, **options, seed=1)
