@@ -21,6 +21,7 @@ Tokens at positions < skip_tokens (the sink, never coded) count for queries and 
 """
 
 import dataclasses
+import math
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from ..core.errors import ConfigError, ShapeError
 from ..rotations.statistics import LayerStatistics
 
 _PAGE = fmt.PAGE_TOKENS
+_BLOCK_ROWS = 1024  # of one product on a GPU
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,9 +129,8 @@ def update_statistics(
     """The sums with the next T tokens of the sequence added: query [T, N, D], key and value [T, K, D].
 
     output [T, N, D], the layer's attention outputs before the output projection, adds to C_S; None leaves it.
-    coded_share [T, N], of each query's attention what goes to tokens of INT2 pages, likewise; rows of zeros
-    cost nothing.
-    Any float dtype; sums are float64. Raises ShapeError.
+    coded_share [T, N], of each query's attention what goes to tokens of INT2 pages, likewise.
+    Any float dtype; sums are float64 on the rows' device, which is not waited for. Raises ShapeError.
     """
     heads, head_dim = state.key_sum.shape
     tokens = key.shape[0]
@@ -148,35 +149,32 @@ def update_statistics(
         if isinstance(array := getattr(state, field.name), Tensor):
             setattr(state, field.name, array.to(key.device))
 
-    keys, values = key.double(), value.double()
     first_counted = min(tokens, max(0, state.skip_tokens - state.position))
-    counted_keys, counted_values = keys[first_counted:], values[first_counted:]
-    state.query_moment += _moment(_group_rows(query, heads))
+    counted_keys, counted_values = (_by_head(rows[first_counted:], heads) for rows in (key, value))
+    queries = _by_head(query, heads)
+    state.query_moment += _moment(queries, queries)
     state.query_rows += tokens * query.shape[1] // heads
-    state.key_sum += counted_keys.sum(dim=0)
-    state.value_sum += counted_values.sum(dim=0)
-    state.value_moment += _moment(counted_values)
+    state.key_sum += counted_keys.sum(dim=1)
+    state.value_sum += counted_values.sum(dim=1)
+    state.value_moment += _moment(counted_values, counted_values)
     state.token_rows += tokens - first_counted
     if coded_share is not None:
         if coded_share.shape != query.shape[:2]:
             raise ShapeError(
                 f"coded_share has shape {tuple(coded_share.shape)}, expected {tuple(query.shape[:2])}"
             )
-        weighed = (coded_share > 0).any(dim=1)
-        share = _group_rows(coded_share[weighed][..., None], heads)
-        rows = _group_rows(query[weighed], heads)
-        state.coded_query_moment += torch.einsum("rkd,rke->kde", rows * share, rows)
-        state.coded_query_weight += share.sum(dim=(0, 2))
+        share = _by_head(coded_share[..., None], heads)
+        state.coded_query_moment += _moment(queries * share, queries)
+        state.coded_query_weight += share.sum(dim=(1, 2))
     if output is not None:
-        state.output_moment += _moment(_group_rows(output, heads))
+        outputs = _by_head(output, heads)
+        state.output_moment += _moment(outputs, outputs)
         state.output_rows += tokens * output.shape[1] // heads
     if state.surrogate_metric is not None:
-        weight = torch.einsum("tkd,kde,tke->tk", counted_keys, state.surrogate_metric, counted_keys)
-        state.surrogate_moment += torch.einsum(
-            "tkd,tke->kde", counted_values * weight[..., None], counted_values
-        )
-        state.surrogate_weight += weight.sum(dim=0)
-    _add_pages(state, keys)
+        weight = ((counted_keys @ state.surrogate_metric) * counted_keys).sum(dim=-1)
+        state.surrogate_moment += _moment(counted_values * weight[..., None], counted_values)
+        state.surrogate_weight += weight.sum(dim=1)
+    _add_pages(state, key)
     state.position += tokens
     return state
 
@@ -231,27 +229,31 @@ def finalize_statistics(state: StatisticsState) -> LayerStatistics:
     )
 
 
-def _moment(rows: Tensor) -> Tensor:
-    """Σ rowsᵀ rows for rows [R, K, D] -> [K, D, D]."""
-    by_head = rows.transpose(0, 1)
-    return by_head.mT @ by_head
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """[T, N, D] -> float64 [K, T·G, D]: query head n belongs to key/value head n // G."""
+    tokens, all_heads, width = rows.shape
+    grouped = rows.reshape(tokens, heads, all_heads // heads, width).transpose(0, 1)
+    grouped = grouped.to(torch.float64, memory_format=torch.contiguous_format)
+    return grouped.reshape(heads, tokens * all_heads // heads, width)
 
 
-def _group_rows(query: Tensor, heads: int) -> Tensor:
-    """[T, N, D] -> float64 [T·G, K, D]: query head n belongs to key/value head n // G."""
-    tokens, query_heads, head_dim = query.shape
-    grouped = query.double().reshape(tokens, heads, query_heads // heads, head_dim)
-    return grouped.transpose(1, 2).reshape(-1, heads, head_dim)
+def _moment(left: Tensor, right: Tensor) -> Tensor:
+    """Σ leftᵀ right for rows [K, R, D] -> [K, D, D]."""
+    block = math.gcd(left.shape[1], _BLOCK_ROWS)
+    if left.device.type == "cpu" or block < _PAGE:
+        return left.mT @ right
+    # One product of many rows has few tiles of output, and most of a GPU would idle.
+    left, right = (rows.unflatten(1, (-1, block)) for rows in (left, right))
+    return (left.mT @ right).sum(dim=1)
 
 
 def _add_pages(state: StatisticsState, keys: Tensor) -> None:
     """Adds the pages now complete, minus their page's mean; the rest waits in the open page."""
-    rows = torch.cat([state.open_page, keys])
+    rows = torch.cat([state.open_page, keys.double()])
     complete = len(rows) // _PAGE
-    pages = rows[: complete * _PAGE].reshape(complete, _PAGE, *rows.shape[1:])
+    pages = rows[: complete * _PAGE].unflatten(0, (complete, _PAGE))
     state.open_page = rows[complete * _PAGE :].clone()
-    skipped = max(0, state.skip_tokens // _PAGE - state.position // _PAGE)
-    pages = pages[skipped:]
-    centered = pages - pages.mean(dim=1, keepdim=True)
-    state.key_moment += _moment(centered.flatten(0, 1))
+    pages = pages[max(0, state.skip_tokens // _PAGE - state.position // _PAGE) :]
+    centered = _by_head((pages - pages.mean(dim=1, keepdim=True)).flatten(0, 1), state.key_sum.shape[0])
+    state.key_moment += _moment(centered, centered)
     state.key_rows += len(pages) * _PAGE

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..calibration import choice, covariance
 from ..calibration.report import Calibration, save_report
 from ..core import cache_format as fmt
-from ..core.config import CacheConfig, CalibrationConfig
+from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import replacing_file
 from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
@@ -91,7 +91,7 @@ def calibrate(
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     fitted, held_out = choice.split_sequences(sequences)
-    fingerprint = model_fingerprint(model)
+    fingerprint = _fingerprint(model)
     run = repr((fingerprint, layers, str(model.dtype), batch_size, [s.tolist() for s in fitted]))
     total, held_out_total = (sum(map(len, part)) for part in (fitted, held_out))
     state_path = folder / STATE_FILE
@@ -107,7 +107,6 @@ def calibrate(
         resume=_Resume(state_path, hashlib.sha256(run.encode()).hexdigest(), save_every),
     )
     header = _statistics_header(model, statistics, model_id, streams.combined_digest(found))
-    header = dataclasses.replace(header, extra=header.extra | {FINGERPRINT_FIELD: fingerprint})
     geometry = cache_config(model.config)
     seen = [
         observe_sequence(
@@ -231,6 +230,7 @@ def _statistics_header(
 ) -> RotationHeader:
     """A header without a basis: whose statistics these are."""
     geometry = cache_config(model.config)
+    fingerprint = _fingerprint(model)
     loaded_from = getattr(model.config, "_name_or_path", "") or ""
     return RotationHeader(
         model_id=model_id or _hub_id(model.config) or pathlib.Path(loaded_from).name,
@@ -245,7 +245,16 @@ def _statistics_header(
         calibration_tokens=max(entry.tokens for entry in statistics.values()),
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         created=datetime.date.today().isoformat(),
+        extra={} if fingerprint is None else {FINGERPRINT_FIELD: fingerprint},
     )
+
+
+def _fingerprint(model: PreTrainedModel) -> str | None:
+    """The model's fingerprint; None where its projections have other names, and its name alone must do."""
+    try:
+        return model_fingerprint(model)
+    except ConfigError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,19 +318,21 @@ def _gather(
     }
     batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
     done = 0 if resume is None else resume.load(states)
+    metric_from = max(1, len(sequences) // 5)  # whatever the batches
+    started = 0  # sequences of earlier batches
+    sinks = dataclasses.replace(geometry, sink_tokens=skip_tokens)
 
     def see(layer: int, row: int, seen: Seen) -> None:
         state = states.get(layer)
         if state is None:
             return
-        if row:
-            covariance.start_sequence(state)
+        covariance.start_sequence(state)
+        if started + row == metric_from:
+            covariance.fix_surrogate_metric(state)
         share = coded_share(
             seen.query,
             seen.key,
-            CacheConfig(
-                geometry.num_key_value_heads, geometry.num_query_heads, geometry.head_dim, skip_tokens
-            ),
+            sinks,
             seen.softmax_scale,
             sliding_window=seen.sliding_window,
             softcap=seen.softcap,
@@ -332,14 +343,16 @@ def _gather(
     with observing(model, see):
         for number, batch in enumerate(batches):
             if number >= done:
-                for state in states.values():
-                    covariance.start_sequence(state)
-                    if number == max(1, len(batches) // 5):
-                        covariance.fix_surrogate_metric(state)
                 run_batch(model, batch)
                 if resume is not None and (number + 1) % resume.every == 0:
                     resume.save(states, number + 1)
+            started += len(batch)
             on_tokens(sum(map(len, batch)))
+    if missing := [layer for layer, state in states.items() if not state.query_rows]:
+        raise ConfigError(
+            f"layer {missing[0]} was not seen: {type(model).__name__} does not call one attention module per "
+            "layer of its configuration"
+        )
     text = model.config.get_text_config(decoder=True)
     context = max(map(len, sequences))
     positions = {"context": context, "reach": max(context, text.max_position_embeddings)}

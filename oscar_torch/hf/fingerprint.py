@@ -14,13 +14,15 @@ from .tensor_parallel import whole
 def model_fingerprint(model: nn.Module) -> str:
     """The fingerprint of a transformers model's weights (core/fingerprint.py), equal to that of `oscar_jax`.
 
-    Of a model split over ranks (DTensor weights) it is that of the whole model; every rank must call this.
+    Of a model with a vision tower it is that of the decoder; of one split over ranks (DTensor weights) that
+    of the whole model, and every rank must call this.
     Raises ConfigError for a model whose attention layers have no projection named k_proj or qkv_proj.
     """
     config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     geometry = cache_config(config)
     keys: list[Tensor] = []
-    for name, module in model.named_modules():
+    decoder: nn.Module = model.get_decoder()  # pyright: ignore[reportCallIssue, reportAssignmentType]
+    for name, module in decoder.named_modules():
         if name.endswith("self_attn.k_proj"):
             keys.append(module.weight)  # pyright: ignore[reportArgumentType]
         elif name.endswith("self_attn.qkv_proj"):

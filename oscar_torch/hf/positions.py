@@ -11,7 +11,8 @@ from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 
 EVERY = 8  # queries at positions 7, 15, ... are a sample large enough for a covariance
-_BLOCK = 128  # sampled queries whose scores are in memory at a time
+_BLOCK = 128  # sampled queries at a time, or as many as have
+_SCORES = 1 << 23  # scores
 
 
 def coded_share(
@@ -31,11 +32,16 @@ def coded_share(
     tokens, heads = query.shape[:2]
     share = torch.zeros(tokens, heads, device=query.device)
     first = geometry.sink_tokens + geometry.recent_tokens + fmt.PAGE_TOKENS - 1  # the first that reads a page
-    sample = torch.arange(min(first, tokens), tokens, EVERY, device=query.device)
-    keys = key.float().repeat_interleave(heads // key.shape[1], dim=1)
-    stored = torch.arange(tokens, device=query.device)
-    for positions in sample.split(_BLOCK):
-        scores = torch.einsum("tnd,snd->nts", query[positions].float(), keys) * softmax_scale
+    sample = range(first, tokens, EVERY)
+    group = heads // key.shape[1]
+    keys = key.float().permute(1, 2, 0)  # [K, D, T]
+    block = max(_BLOCK, _SCORES // (heads * tokens))
+    for chosen in (sample[start : start + block] for start in range(0, len(sample), block)):
+        positions = torch.arange(chosen.start, chosen.stop, EVERY, device=query.device)
+        stored = torch.arange(chosen[-1] + 1, device=query.device)  # the last of them sees no more
+        queries = query[positions].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [K, G, t, D]
+        scores = queries.flatten(1, 2) @ keys[..., : len(stored)]
+        scores = scores.reshape(heads, len(positions), len(stored)) * softmax_scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         here = positions[:, None]
@@ -46,7 +52,7 @@ def coded_share(
         if sink_logits is not None:
             sinks = sink_logits.float()[:, None, None].expand(-1, len(positions), 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :tokens]
+        weights = torch.softmax(scores, dim=-1)[..., : len(stored)]
         pages = (here + 1 - geometry.sink_tokens - geometry.recent_tokens) // fmt.PAGE_TOKENS
         coded = (stored >= geometry.sink_tokens) & (stored < geometry.sink_tokens + pages * fmt.PAGE_TOKENS)
         share[positions] = (weights * coded).sum(dim=-1).T

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from oscar_torch.core.config import CalibrationConfig  # noqa: E402
 from oscar_torch.core.errors import CheckpointError, ConfigError  # noqa: E402
+from oscar_torch.hf import cache as hf_cache  # noqa: E402
 from oscar_torch.hf import calibrate  # noqa: E402
 from oscar_torch.hf.fingerprint import model_fingerprint  # noqa: E402
 from oscar_torch.rotations import statistics as statistics_file  # noqa: E402
@@ -174,11 +175,25 @@ def test_batches_with_padding_count_what_single_sequences_count():
             "key_mean",
             "value_mean",
             "exact_value_covariance",
+            "surrogate_value_covariance",
         ):
             # BF16 rows may round the other way when sdpa's sums differ in their last bits.
             np.testing.assert_allclose(
                 getattr(entry, name), getattr(batched[layer], name), rtol=1e-2, atol=1e-3, err_msg=name
             )
+
+
+def test_models_whose_projections_have_other_names(tmp_path):
+    """GPT-NeoX keeps its three projections in one: the set carries no fingerprint, and the model takes it."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    config = transformers.GPTNeoXConfig(**sizes, num_hidden_layers=1)  # pyright: ignore[reportArgumentType]
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    result = run(model, tmp_path, model_id="org/neox")
+    assert "weights_fingerprint" not in result.rotation_set.header.extra
+    hf_cache.OscarCache(tmp_path / "out", model, model_id="org/neox")
+    with pytest.raises(CheckpointError, match="of model 'org/neox'"):
+        hf_cache.OscarCache(tmp_path / "out", model, model_id="org/other")
 
 
 def test_refusals_come_before_anything_is_written(tmp_path):

@@ -9,6 +9,7 @@ minutes on a CPU, so it is not part of the suite.
 
 import argparse
 import copy
+import datetime
 import inspect
 import json
 import pathlib
@@ -24,16 +25,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import oscar_jax.core.rotation_header
-import oscar_jax.rotations.fit
-import oscar_jax.rotations.rotation
-import oscar_jax.rotations.statistics
-import oscar_jax.rotations.store
-from oscar_jax.core import cache_format as fmt
+from oscar_jax.calibration.job import fit
 from oscar_torch.hf import cache as hf_cache
-from oscar_torch.hf import calibrate, model_check
+from oscar_torch.hf import calibrate
 from oscar_torch.hf import layer as hf_layer
-from oscar_torch.rotations import statistics as statistics_file
 
 PROMPT_LENGTHS = (560, 400, 450)
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 2, 512
@@ -41,32 +36,11 @@ PREFILL_CHUNK = 512  # short prompts are to have several pieces
 
 
 def fit_rotations(model: Any, sequences: list[torch.Tensor], directory: pathlib.Path) -> pathlib.Path:
-    """Calibrates in Torch, fits in JAX; returns the rotation set's file."""
+    """Calibrates in Torch, fits in JAX; returns the folder of the rotation set."""
     statistics = calibrate.calibrate_model(model, sequences)
-    statistics_file.save_statistics(statistics, directory / "statistics.safetensors")
-    geometry = model_check.cache_config(model.config)
-    header = oscar_jax.core.rotation_header.RotationHeader(
-        model_id="gemma-3-270m",
-        layers=tuple(statistics),
-        num_query_heads=geometry.num_query_heads,
-        num_key_value_heads=geometry.num_key_value_heads,
-        head_dim=geometry.head_dim,
-        rope="half",
-        basis="channel_balanced",
-        basis_version="1",
-        calibration_tokens=sum(map(len, sequences)),
-    )
-    layers = {
-        layer: oscar_jax.rotations.fit.fit_layer_rotation(
-            entry, "channel_balanced", per_head=True, damping=0.1, key_multiplier=fmt.KEY_MULTIPLIER_DEFAULT
-        )
-        for layer, entry in oscar_jax.rotations.statistics.load_statistics(
-            directory / "statistics.safetensors"
-        ).items()
-    }
-    rotations = oscar_jax.rotations.rotation.RotationSet(header, layers)
-    oscar_jax.rotations.store.save_safetensors(rotations, directory / "rotations.safetensors")
-    return directory / "rotations.safetensors"
+    calibrate.save_statistics(model, statistics, directory / "statistics.safetensors")
+    fit(directory / "statistics.safetensors", directory / "rotations")
+    return directory / "rotations"
 
 
 def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
@@ -103,6 +77,8 @@ def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
     dense = [generate(ids, DynamicCache(config=model.config)) for ids in prompts]
     note("dense reference done")
     report: dict[str, Any] = {
+        "command": f"python -m parity_tests.hf.transformers_run {path.name}",
+        "created": datetime.date.today().isoformat(),
         "model": path.name,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -114,13 +90,13 @@ def check(path: pathlib.Path, new_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         corpus = [sequence(10_000 * i, CALIBRATION_TOKENS) for i in range(CALIBRATION_SEQUENCES)]
         start = time.perf_counter()
-        file = fit_rotations(model, corpus, pathlib.Path(directory))
+        rotations = fit_rotations(model, corpus, pathlib.Path(directory))
         report["calibration_seconds"] = round(time.perf_counter() - start, 1)
         note("rotations fitted")
         model.set_attn_implementation(hf_layer.ATTENTION)
 
         def new_cache() -> hf_cache.OscarCache:
-            return hf_cache.OscarCache(file, model.config, prefill_chunk=PREFILL_CHUNK)
+            return hf_cache.OscarCache(rotations, model.config, prefill_chunk=PREFILL_CHUNK)
 
         start = time.perf_counter()
         caches = [new_cache() for _ in prompts]

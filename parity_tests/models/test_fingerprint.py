@@ -67,6 +67,23 @@ def test_both_packages_and_dtypes_agree(tmp_path: Path) -> None:
     assert len(prints) == 1
 
 
+def test_a_vision_tower_does_not_count() -> None:
+    """The decoder alone and the model with images around it have one fingerprint."""
+    transformers = pytest.importorskip("transformers")
+    from oscar_torch.hf.fingerprint import model_fingerprint
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": 97, "num_key_value_heads": 1, "head_dim": 16}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    alone = transformers.Gemma3ForCausalLM(config.get_text_config())
+    alone.load_state_dict(
+        {f"model.{name}": weight for name, weight in whole.get_decoder().state_dict().items()}, strict=False
+    )
+    assert model_fingerprint(whole) == model_fingerprint(alone)
+
+
 def test_geometry_and_every_tensor_count() -> None:
     @dataclasses.dataclass(frozen=True)
     class Shape:
