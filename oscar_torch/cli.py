@@ -121,7 +121,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_model(command: argparse.ArgumentParser) -> None:
     about = "hub name, folder, .gguf file, or gemma3-270m (from its pip package)"
     command.add_argument("--model", required=True, metavar="NAME", help=about)
-    command.add_argument("--device-map", metavar="MAP", help="auto: spread over all GPUs")
+    about = "of transformers; default: spread over all CUDA GPUs, else on the CPU"
+    command.add_argument("--device-map", metavar="MAP", help=about)
+    about = "arithmetic; default: that of the checkpoint, of a .gguf file bfloat16 on a GPU, else float32"
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), help=about)
 
 
 def _add_basis(command: argparse.ArgumentParser, defaults: CalibrationConfig) -> None:
@@ -170,6 +173,7 @@ def _run_calibrate(arguments: argparse.Namespace) -> None:
             restart=arguments.restart,
             model_id=arguments.model_id,
             device_map=arguments.device_map,
+            dtype=arguments.dtype,
             progress=bars,
         )
     report = (pathlib.Path(arguments.out) / "report.md").read_text(encoding="utf-8")
@@ -200,7 +204,7 @@ def _run_generate(arguments: argparse.Namespace) -> None:
     from .hf.calibrate import load_model
     from .hf.layer import ATTENTION
 
-    model, tokenizer = load_model(arguments.model, device_map=arguments.device_map)
+    model, tokenizer = load_model(arguments.model, device_map=arguments.device_map, dtype=arguments.dtype)
     cache = OscarCache(arguments.rotations, model, model_id=arguments.model_id)
     model.set_attn_implementation(ATTENTION)
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)

@@ -91,14 +91,11 @@ def calibrated(
 def calibrate_in_torch(
     model: str, texts: list[str], folder: pathlib.Path, settings: CalibrationConfig
 ) -> None:
-    """`oscar calibrate --backend torch`, in float32 on a CPU as the other backend."""
-    import torch
-
+    """`oscar calibrate --backend torch`."""
     from oscar_torch import calibrate as calibrate_torch
     from oscar_torch.core.config import CalibrationConfig as Settings
 
-    device = "auto" if torch.cuda.is_available() else None
-    calibrate_torch(model, texts, folder, Settings(**dataclasses.asdict(settings)), device_map=device)
+    calibrate_torch(model, texts, folder, Settings(**dataclasses.asdict(settings)))
 
 
 def rows_of(sets: list[Calibrated], results: list[StreamResult], contexts: list[int]) -> list[dict[str, Any]]:

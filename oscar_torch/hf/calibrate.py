@@ -57,15 +57,16 @@ def calibrate(
     restart: bool = False,
     model_id: str | None = None,
     device_map: str | None = None,
+    dtype: str | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Calibration:
     """Fits a rotation set to a model on some text and writes set, statistics and report into `out`.
 
     `model` is a loaded model with its `tokenizer`, or a hub name, folder, .gguf file or weights package
-    to load both from (`device_map` spreads it over GPUs). `texts` are sources as the command line takes them,
-    `field` that of .jsonl lines; each gives an equal share of the tokens. `batch_size` sequences run at once;
-    sums are saved every `save_every` batches, and an interrupted run is taken up where it stopped unless
-    `restart`. Raises ConfigError, TextError or CheckpointError naming what is wrong.
+    to load both from, as `load_model` does with `device_map` and `dtype`. `texts` are sources as the command
+    line takes them, `field` that of .jsonl lines; each gives an equal share of the tokens. `batch_size`
+    sequences run at once; sums are saved every `save_every` batches, and an interrupted run is taken up where
+    it stopped unless `restart`. Raises ConfigError, TextError or CheckpointError naming what is wrong.
     """
     settings = CalibrationConfig() if settings is None else settings
     for name, value in (("batch_size", batch_size), ("save_every", save_every)):
@@ -74,7 +75,7 @@ def calibrate(
     for source in texts:
         streams.check_source(source)
     if isinstance(model, (str, os.PathLike)):
-        name, loaded = os.fspath(model), load_model(model, device_map=device_map)
+        name, loaded = os.fspath(model), load_model(model, device_map=device_map, dtype=dtype)
         model_id = model_id or pathlib.Path(name).stem if name.endswith(".gguf") else model_id
         model, tokenizer = loaded[0], tokenizer or loaded[1]
     if tokenizer is None:
@@ -167,17 +168,29 @@ def fit_rotation_set(
     return RotationSet(dataclasses.replace(header, **fields), layers)
 
 
-def load_model(name: str | os.PathLike[str], *, device_map: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer of a hub name, folder, .gguf file or weights package; CheckpointError."""
+def load_model(
+    name: str | os.PathLike[str], *, device_map: str | None = None, dtype: str | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer of a hub name, folder, .gguf file or weights package; CheckpointError.
+
+    `device_map` is transformers'; None: spread over all CUDA GPUs, else on the CPU. `dtype` "float32" or
+    "bfloat16" is the arithmetic; None: that of the checkpoint, of .gguf files bfloat16 on GPUs, else float32.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"dtype = {dtype!r}, allowed: float32, bfloat16")
+    if device_map is None and torch.cuda.is_available():
+        device_map = "auto"
     path = assembled_package(str(name)) if str(name) in WEIGHT_PACKAGES else pathlib.Path(name)
     if path.suffix == ".gguf":
         where: tuple[Any, dict[str, str]] = (path.parent, {"gguf_file": path.name})
+        on_gpu = torch.cuda.is_available() and device_map != "cpu"
+        dtype = dtype or ("bfloat16" if on_gpu else "float32")
     else:
         where = (os.fspath(name), {})
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where[0], **where[1])
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            where[0], dtype="auto", device_map=device_map, **where[1]
+            where[0], dtype=dtype or "auto", device_map=device_map, **where[1]
         )
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{name}: {str(error).strip().splitlines()[0]}") from None

@@ -206,6 +206,8 @@ def test_refusals_come_before_anything_is_written(tmp_path):
         with pytest.raises(ConfigError, match=reason):
             calibrate.calibrate(model, [write_text(tmp_path)], tmp_path / "out", **arguments)
         assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="dtype = 'float16', allowed: float32, bfloat16"):
+        calibrate.load_model(tmp_path / "nowhere", dtype="float16")
     with pytest.raises(CheckpointError, match="nowhere"):
         calibrate.load_model(tmp_path / "nowhere")
 
@@ -315,7 +317,7 @@ def test_the_command_line_without_jax(tmp_path):
     model, rotations = str(tmp_path / "m"), str(tmp_path / "rotations")
     commands = [
         ["calibrate", "--model", model, "--text", write_text(tmp_path), "--out", rotations, "--tokens", "600",
-         "--context", "256"],
+         "--context", "256", "--dtype", "bfloat16"],
         ["inspect", rotations],
         ["convert", rotations, str(tmp_path / "pair"), "--for", "sglang-2026-10"],
         ["convert", str(tmp_path / "pair"), str(tmp_path / "back.safetensors")],
