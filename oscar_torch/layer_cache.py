@@ -7,7 +7,7 @@ and read. `DenseCache` is the BF16 cache beside it: the baseline, and the ring o
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -62,8 +62,9 @@ class LayerCache:
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
 
-    # `history_pages` on the host, where a caller keeps count: spares kernels that need it the wait.
-    known_history = None  # or list[int]; no field: it is not part of the cache's content
+    # Length and INT2 pages of every sequence on the host, where a caller keeps count: spares kernels that
+    # need them the wait. No field: it is not part of the cache's content.
+    known_counts: ClassVar[list[tuple[int, int]] | None] = None
     # What `triton_kernels/launch/repeated.py` keeps between steps; no field either.
     launches = None
 

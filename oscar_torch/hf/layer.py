@@ -32,7 +32,7 @@ from .pieces import attend_in_pieces, on_device, stream_of
 from .rows import append_to_ring, append_token, decode_attention
 
 ATTENTION = "oscar"  # the name for attn_implementation
-PREFILL_CHUNK = 2048  # prompts are attended to in pieces that end at multiples of this
+PREFILL_CHUNK = 8192  # prompts are attended to in pieces that end at multiples of this
 RING_SLACK = fmt.PAGE_TOKENS  # tokens a ring keeps beyond its window, so that `crop` can go back
 GROW_PAGES = 4  # spare INT2 pages per sequence when a pool grows
 

@@ -101,8 +101,8 @@ def attend_in_pieces(
             column = column if order is None else order.gather(1, column)
             piece = query[rows, column], key[rows, column], value[rows, column]
         if isinstance(store, LayerCache):
-            known = [store.config.history_pages(length) for length in now]
-            store.known_history = known  # pyright: ignore[reportAttributeAccessIssue]
+            known = [(length, store.config.history_pages(length)) for length in now]
+            store.known_counts = known  # pyright: ignore[reportAttributeAccessIssue]
         result = chunk_attention(
             *piece, store, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
         )
@@ -112,7 +112,7 @@ def attend_in_pieces(
             sequence, index = _tokens_of(tuple(take), device)
             out[sequence, column[sequence, index]] = result[sequence, index]
         if isinstance(store, LayerCache):
-            store.known_history = None
+            store.known_counts = None  # pyright: ignore[reportAttributeAccessIssue]
         _store_rows(store, rotation, *piece[1:], places, implementation)
         done = [n + t for n, t in zip(done, take)]
     return out

@@ -59,8 +59,8 @@ def attend_step(
     for chunk in step.chunks:
         part = slice(chunk.start, chunk.start + chunk.count)
         cache = _cache(memory, pages, step, chunk.row, chunk.row + 1)
-        history = memory.config.history_pages(chunk.length)
-        cache.known_history = [history]  # pyright: ignore[reportAttributeAccessIssue]
+        counts = chunk.length, memory.config.history_pages(chunk.length)
+        cache.known_counts = [counts]  # pyright: ignore[reportAttributeAccessIssue]
         new_lengths = step.tables.new_lengths[chunk.row : chunk.row + 1]
         rows = query[None, part], key[None, part], value[None, part]
         output[part] = ops.chunk_attention(*rows, cache, memory.rotation, new_lengths=new_lengths, **options)[

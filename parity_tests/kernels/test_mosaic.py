@@ -53,17 +53,25 @@ def random_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
 
 
 def random_cache(
-    heads: int, group: int, head_dim: int, lengths: list[int], rng: np.random.Generator, cut: bool = False
+    heads: int,
+    group: int,
+    head_dim: int,
+    lengths: list[int],
+    rng: np.random.Generator,
+    cut: bool = False,
+    room: int = 0,
 ) -> LayerCache:
     """Random words, scales and rows under permuted tables; all that no sequence owns is NaN.
 
-    With `cut`, every other sequence was cut inside its INT2 pages: its history reaches past its end.
+    With `cut`, every other sequence was cut inside its INT2 pages: its history reaches past its end. There
+    is room for `room` tokens more.
     """
     config = CacheConfig(heads, heads * group, head_dim)
     history = np.array([config.history_pages(n) for n in lengths])
     if cut:
         history[1::2] = [max(0, -(-(n - config.sink_tokens) // PAGE)) for n in lengths[1::2]]
-    batch, slots, max_pages = len(lengths), config.window_slots, max(1, int(history.max()))
+    batch, slots = len(lengths), config.window_slots
+    max_pages = max(1, int(history.max())) + -(-room // PAGE)
     pages, window_pages = 1 + int(history.sum()), 1 + batch * slots
     order = iter(1 + rng.permutation(pages - 1))
     table = np.zeros((batch, max_pages), np.int32)
@@ -651,7 +659,7 @@ def test_decode_cases_on_device(name: str, long: bool, monkeypatch: pytest.Monke
 def test_prefill_on_device(group: int, head_dim: int, tokens: int) -> None:
     rng = np.random.default_rng([head_dim, tokens])
     heads, lengths = 2, [705, 65, 4160, 0]
-    cache = random_cache(heads, group, head_dim, lengths, rng)
+    cache = random_cache(heads, group, head_dim, lengths, rng, room=tokens)
     rotation = random_rotation(heads, head_dim, rng)
     query = jnp.asarray(rng.normal(0, 1, (len(lengths), tokens, heads * group, head_dim)), jnp.bfloat16)
     key, value = jnp.asarray(rng.normal(0, 1, (2, len(lengths), tokens, heads, head_dim)), jnp.bfloat16)

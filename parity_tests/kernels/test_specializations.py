@@ -60,20 +60,25 @@ class Recorder:
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The kernels of a prefill as on a GPU that is no Hopper, and the shapes that flash attention gets."""
-    found: dict[str, Any] = {"flash": set()}
+    found: dict[str, Any] = {"history": set(), "own": set()}
     for module, name in (
         (chunk, "_chunk_kernel"),
         (chunk, "_rotate_kernel"),
         (dequantize, "_dequantize_kernel"),
+        (dequantize, "_rotate_kernel"),
         (quantize, "_bulk_kernel"),
     ):
-        found[name] = Recorder(getattr(module, name))
-        monkeypatch.setattr(module, name, found[name])
+        found[module.__name__ + name] = Recorder(getattr(module, name))
+        monkeypatch.setattr(module, name, found[module.__name__ + name])
     monkeypatch.setattr(tensors, "_capability", lambda tensor: (8, 0))
     monkeypatch.setattr(ops, "_best", lambda device: ("flash", "triton"))
 
-    def shapes(query: Any, key: Any, value: Any, scale: float) -> Any:
-        found["flash"].add((query.shape, key.shape, query.stride(), key.stride()))
+    def shapes(
+        query: Any, key: Any, value: Any, scale: float, causal: bool = False, cudnn: bool = True
+    ) -> Any:
+        if cudnn:  # which plans every shape anew
+            kind = "own" if causal else "history"
+            found[kind].add((query.shape, key.shape, query.stride(), key.stride()))
         return torch.zeros_like(query), query.new_zeros(query.shape[:3], dtype=torch.float32)
 
     monkeypatch.setattr(flash, "flash", shapes)
@@ -89,20 +94,22 @@ def prefill(tokens: int, batch: int, **options: Any) -> None:
 
 
 def test_a_prefill_compiles_few_kernels(recorders: dict[str, Any]) -> None:
-    """Whatever the length and the batch, with any table: the same kernels, and five shapes for cuDNN."""
+    """Whatever the length and the batch, with any table: the same kernels, and few shapes for cuDNN."""
     counts = []
     for tokens, batch, options in (
         (32_768, 1, {"max_length": 40_000}),
-        (37_123, 1, {}),
-        (9_001, 2, {"max_length": 12_345}),
+        (38_123, 1, {}),
+        (9_001, 2, {"max_length": 18_000}),
     ):
         prefill(tokens, batch, **options)
-        counts.append([len(recorders["flash"]), *(len(r.keys) for n, r in recorders.items() if n != "flash")])
-    sizes = {key[2] for _, key, _, _ in recorders["flash"]}
+        counts.append([len(r.keys) for n, r in recorders.items() if n not in ("history", "own")])
+    sizes = {key[2] for _, key, _, _ in recorders["history"]}
     assert sizes == {2048, 4096, 8192, 16_384, 32_768}
-    assert {query for query, *_ in recorders["flash"]} == {(1, 1, 2 * 2048, 64)}
-    # The chunk kernel with the history given and, for short chunks, without.
-    assert counts == [[5, 2, 1, 1, 1]] * 3
+    rows = {2048, 8192}  # of chunks of 1500 tokens, and of 5355 and 8192
+    assert {query[2] for query, *_ in recorders["history"]} == {2 * n for n in rows}
+    assert {query[2] for query, *_ in recorders["own"]} == rows and len(recorders["own"]) == len(rows)
+    # The chunk kernel with history and rows given and, for short chunks, without.
+    assert counts == [[2, 1, 1, 1, 1]] * 3
 
 
 def test_blocks_cover_all_pages_once() -> None:

@@ -1,11 +1,12 @@
-"""INT2 pages of one sequence as BF16 rows in the rotated bases: what flash attention reads of the history."""
+"""What flash attention reads: INT2 pages as BF16 rows in the rotated bases, and queries in the keys'."""
 
 import torch
 import triton
 import triton.language as tl
 
 from ...core import cache_format as fmt
-from ..launch.tensors import check_device
+from ..launch.tensors import check_device, rotation_stride
+from .triton import TILES, times_matrix
 
 PAGE = tl.constexpr(fmt.PAGE_TOKENS)
 CODES = tl.constexpr(fmt.CODES_PER_WORD)
@@ -67,3 +68,53 @@ def dequantize_pages(
         table, cache.key_codes, cache.value_codes, cache.key_scale, cache.value_scale, mean, key, value,
         len(table), K=heads, D=head_dim, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "filled"])
+def _rotate_kernel(
+    query_ptr, transform_ptr, stride_rotation, mean_ptr, rotated_ptr, shift_ptr, rows, filled,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MEANS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(filled / ROWS), K): rows token * G + query head of the group; zeros from `rows` on."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    live = row < rows
+    start = ((row // G) * (K * G) + head * G + row % G).to(tl.int64) * D
+    rows_ptr = query_ptr + start[:, None]
+    matrix_ptr = transform_ptr + head * stride_rotation * D * D
+    rotated = times_matrix(rows_ptr, live, matrix_ptr, D, ROWS, D, D, CHUNK, COMPILED)
+    place = (head * filled + row).to(tl.int64)
+    channel = tl.arange(0, D)
+    mask = (row < filled)[:, None] & (channel >= 0)[None, :]
+    tl.store(rotated_ptr + place[:, None] * D + channel[None, :], rotated, mask=mask)
+    shift = times_matrix(rows_ptr, live, mean_ptr + head * D * MEANS, MEANS, ROWS, D, MEANS, CHUNK, COMPILED)
+    mean = tl.arange(0, MEANS)
+    out = (head * MEANS + mean).to(tl.int64)[None, :] * rows + row[:, None]
+    tl.store(shift_ptr + out, shift, mask=live[:, None] & (mean >= 0)[None, :])
+
+
+def rotate_queries(
+    query: torch.Tensor, rotation, means: torch.Tensor, filled: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [1, T, K * G, D] in the keys' rotated basis, and their products with vectors.
+
+    means float32 [K, P, D], not rotated. Returns rows [1, K, filled, D] in the query's dtype, zeros after
+    T * G of them, and float32 [K, P', T * G] with P' >= P. Raises NotImplementedError (device).
+    """
+    check_device(query)
+    heads, pieces, head_dim = means.shape
+    rows = query.shape[1] * query.shape[2] // heads
+    padded = max(16, triton.next_power_of_2(pieces))
+    columns = means.new_zeros((heads, head_dim, padded))
+    columns[..., :pieces] = means.mT
+    rotated = query.new_empty((1, heads, filled, head_dim))
+    shift = torch.empty((heads, padded, rows), device=query.device)
+    tile = TILES[head_dim]
+    _rotate_kernel[(triton.cdiv(filled, tile.rows), heads)](
+        query, rotation.query_transform, rotation_stride(rotation.query_transform.shape[0], heads), columns,
+        rotated, shift, rows, filled, K=heads, G=query.shape[2] // heads, D=head_dim, MEANS=padded,
+        ROWS=tile.rows, CHUNK=tile.chunk, COMPILED=query.device.type == "cuda", num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return rotated, shift

@@ -1,9 +1,15 @@
-"""A chunk of queries over INT2 history through flash attention, history dequantized block by block.
+"""A long chunk of queries through flash attention: INT2 history dequantized block by block, and BF16 rows.
 
 Long chunks are bound by arithmetic, not by bytes: dequantizing a block of pages to BF16 costs a few per
-cent of the attention over it, and the vendor's products are the fastest there are. So the history is read in
-blocks of `BLOCK_TOKENS` tokens, each one piece of what `prefill/triton.py: attend` merges with the BF16 rows:
-beside the results of pieces the workspace does not grow. Short chunks and decoding read codes directly.
+cent of the attention over it, and the vendor's products are the fastest there are. So three parts go through
+flash attention, and the launch in `prefill/triton.py: attend` merges them by their log-sum-exp:
+
+- the INT2 history in blocks of up to `BLOCK_TOKENS` tokens, in the rotated bases,
+- the BF16 rows of sink and recent pages,
+- the chunk itself, causally.
+
+Sequences go one after the other, so the workspace is that of one. Short chunks and decoding read codes
+directly.
 
 Within a block keys stay in the rotated basis, and so do queries. The mean key of the whole block is taken out
 of the BF16 keys and put back as a number per query, q·mean, into the log-sum-exp: what BF16 then rounds is a
@@ -14,18 +20,21 @@ cuDNN plans every shape anew, for a quarter of a second. So blocks come in few s
 filled up with rows of zeros: keys whose score is 0, of values that add nothing. Their share of the weights is
 known and taken off. What remains is at least about one part in `SIZE_STEP`, which float32 can bear: keys less
 their mean score 0 on average, so the sum of their exponentials is at least their number. Queries are filled
-up to multiples of `MIN_TOKENS` tokens; nobody reads what comes out there.
+up to a power of two times `MIN_TOKENS` tokens; nobody reads what comes out there.
 """
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ...core import cache_format as fmt
+from ...layer_cache import recent_slot
 from . import triton as plain
-from .dequantize import HEAD_DIMS, dequantize_pages
+from .dequantize import HEAD_DIMS, dequantize_pages, rotate_queries
 
 BLOCK_TOKENS = 32_768  # dequantized at a time
 SIZE_STEP = 32  # pages: blocks have this many, or a power of two times as many up to BLOCK_TOKENS
@@ -48,7 +57,7 @@ def chunk_attention(
 
     Shapes, dtypes and errors as in `prefill/triton.py`; NotImplementedError also for queries that are not
     bfloat16 or float16, chunks below `MIN_TOKENS` tokens, a sliding window, and other head_dims than
-    64, 128, 256. Waits for the device unless `cache.known_history` says how many pages every sequence has.
+    64, 128, 256. Waits for the device unless `cache.known_counts` says what every sequence has.
     """
     plain.check_chunk(query, key, value, cache, sink_logits)
     head_dim, tokens = cache.config.head_dim, query.shape[1]
@@ -61,55 +70,118 @@ def chunk_attention(
     if tokens < MIN_TOKENS:
         raise NotImplementedError(f"a chunk of {tokens} tokens: blocks are dequantized from {MIN_TOKENS} on")
     query = query.contiguous()
-    history = _history(query, cache, rotation, softmax_scale)
-    unused = query, query  # rotated queries and their units: of the history only, which is done
-    return plain.attend(
-        query, key, value, cache, rotation, unused, history, new_lengths=new_lengths,
-        softmax_scale=softmax_scale, sliding_window=None, sink_logits=sink_logits,
-    )  # fmt: skip
+    counts = cache.known_counts
+    if counts is None:
+        counts = torch.stack([cache.lengths, cache.history_pages], dim=1).tolist()
+    live = torch.arange(tokens, device=query.device) < new_lengths[:, None]
+    # Rows that are no tokens may hold anything; behind the causal mask their weight 0 would not hide NaN.
+    key, value = (x.to(query.dtype).masked_fill(~live[..., None, None], 0) for x in (key, value))
+    out = query.new_empty(query.shape, dtype=torch.float32)
+    for b, (length, history) in enumerate(counts):
+        part = slice(b, b + 1)
+        one = _sequence(cache, part)
+        rows = query[part], key[part], value[part]
+        plain.attend(
+            *rows, one, rotation, (query, query),  # rotated queries and units: of the history, which is done
+            _history(query[part], one, rotation, softmax_scale, history), new_lengths=new_lengths[part],
+            softmax_scale=softmax_scale, sliding_window=None, sink_logits=sink_logits,
+            rows=(*_window(query[part], one, softmax_scale, length, history), *_own(*rows, softmax_scale)),
+            out=out[part],
+        )  # fmt: skip
+    return out
 
 
-def _history(query: Tensor, cache, rotation, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """The share of the INT2 pages, in pieces, as `prefill/triton.py: attend` takes it."""
+def _sequence(cache, part: slice):
+    """The cache of one sequence, all arrays in place."""
+    if cache.batch == 1:
+        return cache
+    names = ("page_table", "window_table", "lengths", "history_pages")
+    return dataclasses.replace(cache, **{name: getattr(cache, name)[part] for name in names})
+
+
+def _filled_up(tokens: int) -> int:
+    """The least power of two times `MIN_TOKENS` that is not below `tokens`."""
+    return MIN_TOKENS << max(0, -(-tokens // MIN_TOKENS) - 1).bit_length()
+
+
+def _grouped(query: Tensor, heads: int) -> Tensor:
+    """Queries [1, T, K * G, D] -> [1, K, T * G, D]: further rows of their key head."""
+    _, tokens, _, head_dim = query.shape
+    return query.view(1, tokens, heads, -1, head_dim).transpose(1, 2).reshape(1, heads, -1, head_dim)
+
+
+class Pieces(NamedTuple):
+    """What flash attention found over parts of the keys, as `prefill/triton.py: attend` takes it."""
+
+    sums: Tensor  # [pieces, rows, D], normalized
+    state: Tensor  # float32 [2, pieces, rows]: maxima of scores in log2 units, sums of weights
+
+
+def _history(query: Tensor, cache, rotation, softmax_scale: float, count: int) -> Pieces | None:
+    """The share of `count` INT2 pages, in the rotated basis, rows [K * T * G]; one piece per block."""
     heads, head_dim = cache.config.num_key_value_heads, cache.config.head_dim
-    batch, tokens = query.shape[:2]
-    grouped = query.reshape(batch, tokens, heads, -1, head_dim).transpose(1, 2)
-    grouped = grouped.reshape(batch, heads, -1, head_dim).float()  # [B, K, T * G, D]
-    rows = grouped.shape[2]
-    rotated = (grouped @ rotation.query_transform).to(query.dtype)
-    rotated = pad(rotated, (0, 0, 0, -tokens % MIN_TOKENS * (rows // tokens)))
-    counts = cache.known_history or cache.history_pages.tolist()
-    blocks = [blocks_of(count) for count in counts]
-    pieces = max(1, *map(len, blocks))
-    even = min(counts) == max(counts) > 0  # then every part of the results below is written
-    sums = (query.new_empty if even else query.new_zeros)((pieces, batch, heads, rows, head_dim))
-    maxima = torch.full((pieces, batch, heads, rows), plain.UNSEEN.value, device=query.device)
-    weights = torch.zeros_like(maxima)
-    transform = rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS
-    widest = max((size for parts in blocks for _, _, size in parts), default=0) * fmt.PAGE_TOKENS
+    blocks = blocks_of(count)
+    if not blocks:
+        return None
+    tokens = query.shape[1]
+    rows = tokens * query.shape[2] // heads
+    means = cache.key_page_mean[cache.page_table[0, :count].long()].float().transpose(0, 1)  # [K, P, D]
+    rotated_means = means @ (rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS)
+    block_means = torch.stack([means[:, first:end].mean(dim=1) for first, end, _ in blocks], dim=1)
+    rotated, shift = rotate_queries(query, rotation, block_means, rows // tokens * _filled_up(tokens))
+    sums = query.new_empty((len(blocks), heads, rows, head_dim))
+    state = torch.empty((2, len(blocks), heads, rows), device=query.device)
+    widest = max(size for _, _, size in blocks) * fmt.PAGE_TOKENS
     space = query.new_empty((2, heads * widest * head_dim))
-    for b, count in enumerate(counts):
-        if not count:
-            continue
-        means = cache.key_page_mean[cache.page_table[b, :count].long()].float().transpose(0, 1)  # [K, P, D]
-        rotated_means = means @ transform
-        for piece, (first, end, pages) in enumerate(blocks[b]):
-            mean = rotated_means[:, first:end]
-            size = pages * fmt.PAGE_TOKENS
-            key, value = (x[: heads * size * head_dim].view(heads, size, head_dim) for x in space)
-            table = cache.page_table[b, first:end]
-            dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
-            out, lse = flash(rotated[b : b + 1], key[None], value[None], softmax_scale)
-            sums[piece, b] = out[0, :, :rows]
-            lse = lse[0, :, :rows]
-            shift = grouped[b] @ means[:, first:end].mean(dim=1)[:, :, None]  # [K, T * G, 1]
-            zeros = (pages - (end - first)) * fmt.PAGE_TOKENS
-            weights[piece, b] = 1.0 - zeros * torch.exp(-lse)
-            score = lse * plain.LOG2_E
-            maxima[piece, b] = score.add_(shift[..., 0], alpha=softmax_scale * plain.LOG2_E)
-    all_rows = batch * heads * rows
-    state = torch.stack([maxima, weights])
-    return sums.reshape(pieces, all_rows, head_dim), state.reshape(2, pieces, all_rows)
+    for piece, (first, end, pages) in enumerate(blocks):
+        mean = rotated_means[:, first:end]
+        size = pages * fmt.PAGE_TOKENS
+        key, value = (x[: heads * size * head_dim].view(heads, size, head_dim) for x in space)
+        table = cache.page_table[0, first:end]
+        dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
+        found, lse = flash(rotated, key[None], value[None], softmax_scale)
+        sums[piece] = found[0, :, :rows]
+        lse = lse[0, :, :rows]
+        zeros = (pages - (end - first)) * fmt.PAGE_TOKENS
+        state[0, piece] = torch.add(lse, shift[:, piece], alpha=softmax_scale).mul_(plain.LOG2_E)
+        state[1, piece] = 1.0 - zeros * torch.exp(-lse) if zeros else 1.0
+    return Pieces(sums.flatten(1, 2), state.flatten(2, 3))
+
+
+def _window(query: Tensor, cache, softmax_scale: float, length: int, history: int) -> Pieces:
+    """The share of the BF16 rows of sink and recent pages, one piece, rows [K * T * G]."""
+    config = cache.config
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    rows = query.shape[1] * query.shape[2] // heads
+    stored = -(-length // fmt.PAGE_TOKENS)
+    pages = [n if n < config.sink_pages else n + history for n in range(max(0, stored - history))]
+    if not pages:
+        state = torch.zeros((2, 1, heads * rows), device=query.device)
+        state[0] = plain.UNSEEN.value
+        return Pieces(query.new_zeros((1, heads * rows, head_dim)), state)
+    slots = [n if n < config.sink_pages else recent_slot(n, config) for n in pages]
+    physical = torch.cat([cache.window_table[0, slot : slot + 1] for slot in slots]).long()
+    count = length - (pages[-1] + 1 - len(pages)) * fmt.PAGE_TOKENS
+    key, value = (
+        window[physical].transpose(0, 1).reshape(1, heads, -1, head_dim)[:, :, :count].to(query.dtype)
+        for window in (cache.window_key, cache.window_value)
+    )
+    # Not cuDNN: as many shapes as there are lengths, of little work each.
+    out, lse = flash(_grouped(query, heads), key, value, softmax_scale, cudnn=False)
+    state = torch.ones((2, 1, heads * rows), device=query.device)
+    torch.mul(lse.reshape(-1), plain.LOG2_E, out=state[0, 0])
+    return Pieces(out.reshape(1, -1, head_dim), state)
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """The chunk's attention to itself, causal: [N, T', D] and the natural log-sum-exp [N, T'], T' >= T."""
+    group = query.shape[2] // key.shape[2]
+    fill = (0, 0, 0, _filled_up(query.shape[1]) - query.shape[1])
+    query = pad(query.transpose(1, 2), fill).contiguous()  # one plan of cuDNN, filled up or not
+    key, value = (pad(x.transpose(1, 2), fill) for x in (key, value))
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    out, lse = flash(query, key, value, softmax_scale, causal=True)
+    return out[0].contiguous(), lse[0].contiguous()
 
 
 def blocks_of(pages: int) -> list[tuple[int, int, int]]:
@@ -127,22 +199,33 @@ def blocks_of(pages: int) -> list[tuple[int, int, int]]:
     return blocks
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention without a mask: query [B, K, R, D], key, value [B, K, S, D] -> the same and lse.
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool = False,
+    cudnn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention: query [B, N, R, D], key, value [B, N, S, D] -> as query, and the log-sum-exp.
 
-    The log-sum-exp is natural, float32 [B, K, R]. cuDNN's kernel where Torch can reach it, else
-    FlashAttention; the math in float32 off CUDA, for checking every step around them.
+    The log-sum-exp is natural, float32 [B, N, R]. causal: row r sees keys 0 .. r. cuDNN's kernel where Torch
+    can reach it, unless it is not wanted, else FlashAttention; the math in float32 off CUDA, for checking
+    every step around them.
     """
     if query.device.type != "cuda":
         scores = query.float() @ key.float().mT * softmax_scale
+        if causal:
+            scores += torch.full(scores.shape[-2:], -torch.inf).triu(1)
         return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), torch.logsumexp(scores, -1)
-    if _cudnn_serves(query.device, query.dtype, query.shape[-1]):
+    if cudnn and _cudnn_serves(query.device, query.dtype, query.shape[-1]):
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, False, False, scale=softmax_scale
+            query, key, value, None, True, 0.0, causal, False, scale=softmax_scale
         )[:2]
         return out, lse.reshape(query.shape[:3])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, False, False, scale=softmax_scale
+        query, key, value, 0.0, causal, False, scale=softmax_scale
     )[:2]
     return out, lse[..., : query.shape[2]]
 

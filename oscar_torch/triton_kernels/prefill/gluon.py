@@ -160,8 +160,11 @@ def _load_keys(first, second, codes_ptr, scale_ptr, D: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(first, second, codes_ptr, scale_ptr, D: gl.constexpr):
-    """Words [D, 8] of two pages and, eight times [8], two scales of each word's 16 tokens."""
+def _load_values(first, second, page, end, codes_ptr, scale_ptr, D: gl.constexpr):
+    """Words [D, 8] of two pages and, eight times [8], two scales of each word's 16 tokens.
+
+    Scales are 0 from page `end` on: the padding page may hold NaN, and a weight of 0 does not hide that.
+    """
     channel = gl.arange(0, D, layout=gl.SliceLayout(1, VALUE_WORDS))
     word = gl.arange(0, STEP // 16, layout=gl.SliceLayout(0, VALUE_WORDS))
     in_page = word % (PAGE // 16)
@@ -169,9 +172,12 @@ def _load_values(first, second, codes_ptr, scale_ptr, D: gl.constexpr):
     start = physical * (PAGE * D // 16) + in_page
     words = gl.load(codes_ptr + (gl.expand_dims(start, 0) + gl.expand_dims(channel * (PAGE // 16), 1)))
     scale = scale_ptr + physical * (PAGE // 2) + in_page * 8
+    live = page + word // (PAGE // 16) < end
     return (
-        words, gl.load(scale), gl.load(scale + 1), gl.load(scale + 2), gl.load(scale + 3),
-        gl.load(scale + 4), gl.load(scale + 5), gl.load(scale + 6), gl.load(scale + 7),
+        words, gl.load(scale, mask=live, other=0), gl.load(scale + 1, mask=live, other=0),
+        gl.load(scale + 2, mask=live, other=0), gl.load(scale + 3, mask=live, other=0),
+        gl.load(scale + 4, mask=live, other=0), gl.load(scale + 5, mask=live, other=0),
+        gl.load(scale + 6, mask=live, other=0), gl.load(scale + 7, mask=live, other=0),
     )  # fmt: skip
 
 
@@ -270,7 +276,7 @@ def _producer(pool, head, piece, slots, K: gl.constexpr, D: gl.constexpr):
     first, second = _entries(pool.table_ptr, piece.begin, end, head, K)
     words_next, key_next = _load_keys(first, second, pool.key_codes_ptr, pool.key_scale_ptr, D)
     words_v_next, n0, n1, n2, n3, n4, n5, n6, n7 = _load_values(
-        first, second, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
+        first, second, piece.begin, end, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
     )
     first, second = _entries(pool.table_ptr, piece.begin + 2, end, head, K)
     key_down = 0.0
@@ -296,7 +302,7 @@ def _producer(pool, head, piece, slots, K: gl.constexpr, D: gl.constexpr):
         s0, s1, s2, s3, s4, s5, s6, s7 = n0, n1, n2, n3, n4, n5, n6, n7
         words_next, key_next = _load_keys(first, second, pool.key_codes_ptr, pool.key_scale_ptr, D)
         words_v_next, n0, n1, n2, n3, n4, n5, n6, n7 = _load_values(
-            first, second, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
+            first, second, page + 2, end, pool.value_codes_ptr, pool.value_scale_pair_ptr, D
         )
         first, second = _entries(pool.table_ptr, page + 4, end, head, K)
         slot = step % STAGES

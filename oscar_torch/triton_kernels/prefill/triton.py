@@ -149,18 +149,18 @@ def _softmax_step(score, visible, m, l):
 
 
 @triton.jit
-def _times_matrix(
-    rows_ptr, row_mask, matrix_ptr,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, COMPILED: tl.constexpr,
+def times_matrix(
+    rows_ptr, row_mask, matrix_ptr, columns,
+    ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Rows in memory (pointers [ROWS, 1]) @ matrix float32 [D, D] -> float32 [ROWS, DP]."""
-    channels = tl.arange(0, DP)
-    out = tl.zeros((ROWS, DP), tl.float32)
+    """Rows in memory (pointers [ROWS, 1]) @ matrix float32 [D, columns] -> float32 [ROWS, COLUMNS]."""
+    column = tl.arange(0, COLUMNS)
+    out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for chunk in range(0, D, CHUNK):
         c = chunk + tl.arange(0, CHUNK)
         rows = tl.load(rows_ptr + c[None, :], mask=row_mask[:, None] & (c < D)[None, :], other=0.0)
-        mask = (c < D)[:, None] & (channels < D)[None, :]
-        t = tl.load(matrix_ptr + c[:, None] * D + channels[None, :], mask=mask, other=0.0)
+        mask = (c < D)[:, None] & (column < columns)[None, :]
+        t = tl.load(matrix_ptr + c[:, None] * columns + column[None, :], mask=mask, other=0.0)
         if COMPILED:  # 16 bits of both: enough for a result that is rounded to fp16 or came from such
             out = tl.dot(rows.to(tl.float32), t, acc=out, input_precision="bf16x3")
         else:
@@ -206,7 +206,7 @@ def _rotate_kernel(
     live = row < tokens * G
     query_row = ((b * tokens + row // G) * (K * G) + head * G + row % G).to(tl.int64) * D
     matrix_ptr = query_transform_ptr + head * stride_rotation * D * D
-    rotated = _times_matrix(query_ptr + query_row[:, None], live, matrix_ptr, ROWS, D, DP, CHUNK, COMPILED)
+    rotated = times_matrix(query_ptr + query_row[:, None], live, matrix_ptr, D, ROWS, D, DP, CHUNK, COMPILED)
     rotated *= softmax_scale
     largest = tl.max(tl.abs(rotated), 1)
     unit = tl.where(largest > 0, largest, 1.0) * (1.0 / 1024)
@@ -330,40 +330,48 @@ def _attend_history(
 
 
 @triton.jit
+def _merge(acc, m, l, sums, maximum, weights):
+    """Two shares of the keys: sums of weights * values, maxima of scores, sums of weights."""
+    m_new = tl.maximum(m, maximum)
+    alpha, beta = tl.exp2(m - m_new), tl.exp2(maximum - m_new)
+    return acc * alpha[:, None] + sums * beta[:, None], m_new, l * alpha + weights * beta
+
+
+@triton.jit
 def _merge_pieces(
-    sums_ptr, state_ptr, row, live, all_rows, pieces, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    acc, m, l, sums_ptr, state_ptr, row, live, all_rows, pieces, D: tl.constexpr, DP: tl.constexpr
 ):
-    """What `_attend_history` returns, from that of pieces of the history: see `attend`."""
+    """Further pieces of the keys, in memory: see `attend`."""
     channels = tl.arange(0, DP)
-    m = tl.full((ROWS,), UNSEEN, tl.float32)
-    l = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DP), tl.float32)
+    mask = live[:, None] & (channels < D)[None, :]
     for piece in range(pieces):
         place = (row + piece * all_rows).to(tl.int64)
         maximum = tl.load(state_ptr + place, mask=live, other=UNSEEN)
         weights = tl.load(state_ptr + place + pieces * all_rows, mask=live, other=0.0)
-        mask = live[:, None] & (channels < D)[None, :]
         sums = tl.load(sums_ptr + place[:, None] * D + channels[None, :], mask=mask, other=0.0)
-        m_new = tl.maximum(m, maximum)
-        alpha, beta = tl.exp2(m - m_new), tl.exp2(maximum - m_new)
-        l = l * alpha + weights * beta
-        acc = acc * alpha[:, None] + sums * beta[:, None]
-        m = m_new
+        acc, m, l = _merge(acc, m, l, sums.to(tl.float32), maximum, weights)
     return acc, m, l
 
 
-# One compilation for all chunks: neither the tokens of one nor the width of a table make another kernel.
-@triton.jit(do_not_specialize=["tokens", "stride_table", "sliding_window", "pieces"])
+# One compilation for all chunks: neither the tokens of one nor the width of a table make another kernel, nor
+# which sequence of a batch it is.
+@triton.jit(
+    do_not_specialize=["tokens", "stride_table", "sliding_window", "pieces", "own_tokens"],
+    do_not_specialize_on_alignment=[
+        "new_lengths_ptr", "page_table_ptr", "window_table_ptr", "lengths_ptr", "history_ptr"
+    ],
+)  # fmt: skip
 def _chunk_kernel(
     query_ptr, key_ptr, value_ptr, new_lengths_ptr, tokens,
     key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
     window_key_ptr, window_value_ptr, page_table_ptr, stride_table, window_table_ptr,
     lengths_ptr, history_ptr, output_transform_ptr, value_mean_ptr, stride_rotation,
-    softmax_scale, sliding_window, sink_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, pieces, out_ptr,
+    softmax_scale, sliding_window, sink_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, pieces,
+    window_sums_ptr, window_state_ptr, own_ptr, own_lse_ptr, own_tokens, out_ptr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     PAGES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BF16: tl.constexpr,
     COMPILED: tl.constexpr, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, SLIDING: tl.constexpr,
-    SINK_LOGITS: tl.constexpr, HISTORY_DONE: tl.constexpr,
+    SINK_LOGITS: tl.constexpr, HISTORY_DONE: tl.constexpr, ROWS_DONE: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(T * G / ROWS), K, B)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -387,11 +395,11 @@ def _chunk_kernel(
 
     # --- INT2 pages ---
     first_page = tl.maximum(tl.min(oldest, 0) // PAGE - SINK_PAGES, 0) if SLIDING else 0
+    flat = (b * K + head) * (tokens * G) + row
+    all_rows = tl.num_programs(2) * K * tokens * G
     if first_page < history:
-        flat = (b * K + head) * (tokens * G) + row
         if HISTORY_DONE:
-            all_rows = tl.num_programs(2) * K * tokens * G
-            acc, m, l = _merge_pieces(sums_ptr, state_ptr, flat, live, all_rows, pieces, ROWS, D, DP)
+            acc, m, l = _merge_pieces(acc, m, l, sums_ptr, state_ptr, flat, live, all_rows, pieces, D, DP)
         else:
             acc, m, l = _attend_history(
                 query_ptr + out_row[:, None], rotated_ptr + flat.to(tl.int64)[:, None] * D,
@@ -406,39 +414,48 @@ def _chunk_kernel(
         tl.store(out_rows + channels[None, :], acc, mask=row_mask)
         tl.debug_barrier()
         matrix_ptr = output_transform_ptr + head * stride_rotation * D * D
-        acc = _times_matrix(out_rows, live, matrix_ptr, ROWS, D, DP, CHUNK, COMPILED)
+        acc = times_matrix(out_rows, live, matrix_ptr, D, ROWS, D, DP, CHUNK, COMPILED)
         tl.debug_barrier()
         mean_offset = head * stride_rotation * D + channels
         value_mean = widen(tl.load(value_mean_ptr + mean_offset, mask=channels < D, other=0))
         acc += l[:, None] * value_mean[None, :]
 
-    q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)
-    if not BF16:
-        q = q.to(tl.float32)
+    if ROWS_DONE:
+        acc, m, l = _merge_pieces(
+            acc, m, l, window_sums_ptr, window_state_ptr, flat, live, all_rows, 1, D, DP
+        )
+        own = ((b * K + head) * G + row % G).to(tl.int64) * own_tokens + step
+        lse = tl.load(own_lse_ptr + own, mask=live, other=0.0) * 1.4426950408889634
+        sums = tl.load(own_ptr + own[:, None] * D + channels[None, :], mask=row_mask, other=0.0)
+        acc, m, l = _merge(acc, m, l, sums.to(tl.float32), lse, tl.full((ROWS,), 1.0, tl.float32))
+    else:
+        q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)
+        if not BF16:
+            q = q.to(tl.float32)
 
-    # --- sink and recent pages ---
-    stored_pages = (length + PAGE - 1) // PAGE
-    for index in range(0, tl.minimum(stored_pages - history, SINK_PAGES + RECENT_SLOTS)):
-        page = index + history if index >= SINK_PAGES else index
-        slot = SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS if index >= SINK_PAGES else index
-        physical = tl.load(window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS) + slot).to(tl.int64)
-        token = in_page + page * PAGE
-        base = (physical * K + head) * (PAGE * D)
-        acc, m, l = _plain_rows(
-            q, softmax_scale, window_key_ptr + base, window_value_ptr + base, D, in_page, token < length,
-            token[None, :] >= oldest[:, None], acc, m, l, D, DP, BF16,
-        )  # fmt: skip
+        # --- sink and recent pages ---
+        stored_pages = (length + PAGE - 1) // PAGE
+        for index in range(0, tl.minimum(stored_pages - history, SINK_PAGES + RECENT_SLOTS)):
+            page = index + history if index >= SINK_PAGES else index
+            slot = SINK_PAGES + (page - SINK_PAGES) % RECENT_SLOTS if index >= SINK_PAGES else index
+            physical = tl.load(window_table_ptr + b * (SINK_PAGES + RECENT_SLOTS) + slot).to(tl.int64)
+            token = in_page + page * PAGE
+            base = (physical * K + head) * (PAGE * D)
+            acc, m, l = _plain_rows(
+                q, softmax_scale, window_key_ptr + base, window_value_ptr + base, D, in_page, token < length,
+                token[None, :] >= oldest[:, None], acc, m, l, D, DP, BF16,
+            )  # fmt: skip
 
-    # --- the chunk itself, causal ---
-    last = tl.minimum(tl.max(step, 0) + 1, new_length)
-    base = (b * tokens).to(tl.int64) * (K * D) + head * D
-    for start in range(0, last, PAGE):
-        other = start + in_page
-        causal = (other[None, :] <= step[:, None]) & ((length + other)[None, :] >= oldest[:, None])
-        acc, m, l = _plain_rows(
-            q, softmax_scale, key_ptr + base, value_ptr + base, K * D, other, other < new_length, causal,
-            acc, m, l, D, DP, BF16,
-        )  # fmt: skip
+        # --- the chunk itself, causal ---
+        last = tl.minimum(tl.max(step, 0) + 1, new_length)
+        base = (b * tokens).to(tl.int64) * (K * D) + head * D
+        for start in range(0, last, PAGE):
+            other = start + in_page
+            causal = (other[None, :] <= step[:, None]) & ((length + other)[None, :] >= oldest[:, None])
+            acc, m, l = _plain_rows(
+                q, softmax_scale, key_ptr + base, value_ptr + base, K * D, other, other < new_length, causal,
+                acc, m, l, D, DP, BF16,
+            )  # fmt: skip
 
     if SINK_LOGITS:
         sink = tl.load(sink_ptr + head * G + row % G).to(tl.float32) * 1.4426950408889634
@@ -534,19 +551,26 @@ def attend(
     softmax_scale: float,
     sliding_window: int | None,
     sink_logits: torch.Tensor | None,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`chunk_attention` of checked arguments and contiguous queries, where these are rotated already.
 
     rotated: what `rotate` returns. history: None, or the share of the INT2 pages, in pieces, rows as those of
-    `rotated`: sums of weights * values in the rotated basis, float32 [pieces, B * K * T * G, D]; and, of the
-    scores in log2 units, maxima and sums of weights, float32 [2, pieces, B * K * T * G].
+    `rotated`: sums of weights * values in the rotated basis, [pieces, B * K * T * G, D]; and, of the scores
+    in log2 units, maxima and sums of weights, float32 [2, pieces, B * K * T * G].
+    rows: None, or the share of the BF16 rows: of sink and recent pages as one such piece; and of the chunk
+    itself, normalized, [B * N, T', D] with its natural log-sum-exp float32 [B * N, T'], T' >= T; then no
+    history means that there are no INT2 pages. out: float32, like query, to be written.
     """
     config = cache.config
     heads, head_dim = config.num_key_value_heads, config.head_dim
     batch, tokens, query_heads = query.shape[:3]
     group = query_heads // heads
-    out = torch.empty((batch, tokens, query_heads, head_dim), device=query.device)
-    sums, state = (out, out) if history is None else history
+    if out is None:
+        out = torch.empty((batch, tokens, query_heads, head_dim), device=query.device)
+    window_sums, window_state, own, own_lse = (out, out, out, out) if rows is None else rows
+    sums, state = (window_sums, window_state) if history is None else history
     padded = _padded(head_dim)
     tile = TILES[padded]
     compiled = query.device.type == "cuda"  # the interpreter has no assembly, and its bf16 product is wrong
@@ -559,13 +583,14 @@ def attend(
         cache.page_table, cache.page_table.shape[1], cache.window_table, cache.lengths, cache.history_pages,
         rotation.output_transform, rotation.value_mean.view(torch.int16),
         rotation_stride(rotation.query_transform.shape[0], heads), softmax_scale * LOG2_E,
-        sliding_window or 0, cache.lengths if sink_logits is None else sink_logits, *rotated,
-        sums, state, sums.shape[0], out,
+        sliding_window or 0, out if sink_logits is None else sink_logits, *rotated,
+        sums, state, sums.shape[0], window_sums, window_state, own, own_lse, own_lse.shape[1], out,
         K=heads, G=group, D=head_dim, DP=padded, ROWS=tile.rows, PAGES=tile.pages, CHUNK=tile.chunk,
         BLOCK=min(64, 1 << (head_dim.bit_length() - 1)),  # its scores must fit an output row
         BF16=compiled and query.dtype == torch.bfloat16, COMPILED=compiled,
         SINK_PAGES=config.sink_pages, RECENT_SLOTS=config.recent_slots, SLIDING=sliding_window is not None,
-        SINK_LOGITS=sink_logits is not None, HISTORY_DONE=history is not None,
+        SINK_LOGITS=sink_logits is not None, HISTORY_DONE=history is not None or rows is not None,
+        ROWS_DONE=rows is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
