@@ -48,9 +48,12 @@ methods:
                  balanced, oscar, hadamard, identity or ordered; @DAMPING and @ALPHA may follow (default
                  @0.1@1.6, ordered @0.1@1.75); int2:nearest and int2:sequential: the default of a rounding
   published      the published recipe, simulated: layer-shared rotation, clip .96/.92, asymmetric codes with
-                 scale and zero per 128 channels
+                 scale and zero per 128 channels; published:centered takes the calibrated mean key off first
   hadamard       the same quantizer behind a plain Hadamard rotation, simulated
   naive          asymmetric INT2 without a rotation, simulated
+  kivi           as in KIVI, simulated: asymmetric INT2, scale and zero per channel and 32 tokens of keys, per
+                 token and 32 channels of values
+  fp8            simulated: float8 (e4m3) with a scale per token and head
   exported       the rotation set as another stack reads it from an exported pair (oscar convert --to pair),
                  simulated: asymmetric codes, clip .96/.92, a fixed key mean if the pair carries one, no page
                  means; against int2 it shows what that costs. exported:READER: for a schema version (below

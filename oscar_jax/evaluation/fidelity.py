@@ -65,6 +65,10 @@ class AsymmetricRecipe:
     output_rotation: Any = None
     key_mean: Any = None
 
+    def restore(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`reconstruct_rows` of this recipe."""
+        return reconstruct_rows(key, value, self)
+
 
 def make_recipe(
     key_rotation: np.ndarray,

@@ -18,11 +18,14 @@ from ..rotations.rotation import RotationSet
 from . import fidelity
 from .exported import MEANS_DROPPED, MEANS_KEPT, exported_recipes, parse_reader
 from .exported import NAME as EXPORTED
+from .peers import Float8Recipe, PerChannelRecipe, float8_bits, per_channel_bits
 from .published import KEY_CLIP_RATIO, VALUE_CLIP_RATIO, fit_published_rotation
 from .stepper import Method
 
 METHODS = ("bf16", "int2", "published", "hadamard", "naive")
-OTHER_METHODS = "int2:BASIS, int2:ROUNDING, exported, exported:READER"
+CENTERED, KIVI, FLOAT8 = "published:centered", "kivi", "fp8"
+PEERS = (CENTERED, KIVI, FLOAT8)
+OTHER_METHODS = f"{', '.join(PEERS)}, int2:BASIS, int2:ROUNDING, exported, exported:READER"
 
 
 def check_method_names(names: Sequence[str]) -> None:
@@ -34,7 +37,7 @@ def check_method_names(names: Sequence[str]) -> None:
             parse_basis(name)
         elif _is_exported(name):
             parse_reader(name)
-        elif name not in METHODS:
+        elif name not in (*METHODS, *PEERS):
             raise ConfigError(f"unknown method {name!r}, allowed: {', '.join(METHODS)}, {OTHER_METHODS}")
 
 
@@ -62,8 +65,9 @@ def resolve_methods(
             )
         return statistics
 
-    def simulated(name: str, recipes: Mapping[int, Any], basis: str) -> Method:
-        return Method(name, "simulated", recipes, fidelity.asymmetric_bits(head_dim), basis)
+    def simulated(name: str, recipes: Mapping[int, Any], basis: str, bits: float | None = None) -> Method:
+        bits = fidelity.asymmetric_bits(head_dim) if bits is None else bits
+        return Method(name, "simulated", recipes, bits, basis)
 
     for name in dict.fromkeys(name.strip() for name in names):
         if name == "bf16":
@@ -98,9 +102,18 @@ def resolve_methods(
                 for layer in layers
             }
             methods.append(Method(name, "int2", _to_device(rotations), fidelity.page_bits(head_dim), basis))
-        elif name == "published":
-            recipes = {layer: published_recipe(needed(name)[layer]) for layer in layers}
-            methods.append(simulated(name, recipes, "oscar, layer-shared"))
+        elif name in ("published", CENTERED):
+            recipes = {
+                layer: published_recipe(needed(name)[layer], centered=name == CENTERED) for layer in layers
+            }
+            basis = "oscar, layer-shared" + (MEANS_KEPT if name == CENTERED else "")
+            methods.append(simulated(name, recipes, basis))
+        elif name == KIVI:
+            bits = per_channel_bits(head_dim)
+            methods.append(simulated(name, dict.fromkeys(layers, PerChannelRecipe()), "none", bits))
+        elif name == FLOAT8:
+            bits = float8_bits(head_dim)
+            methods.append(simulated(name, dict.fromkeys(layers, Float8Recipe()), "none", bits))
         elif name in ("hadamard", "naive"):
             matrix = hadamard if name == "hadamard" else identity
             clips = (KEY_CLIP_RATIO, VALUE_CLIP_RATIO) if name == "hadamard" else (1.0, 1.0)
@@ -146,12 +159,17 @@ def parse_basis(name: str) -> tuple[str, float, int]:
     return basis, damping, round(alpha * one)
 
 
-def published_recipe(statistics: Any) -> fidelity.AsymmetricRecipe:
-    """The published recipe of one layer: layer-shared OSCAR rotations, clip .96 and .92, asymmetric codes."""
+def published_recipe(statistics: Any, *, centered: bool = False) -> fidelity.AsymmetricRecipe:
+    """The published recipe of one layer: layer-shared OSCAR rotations, clip .96 and .92, asymmetric codes.
+
+    `centered` takes the calibrated mean key of each head from its keys first, as the recipe does since its
+    version 3.
+    """
     values = statistics.surrogate_value_covariance
     if values is None:
         raise ConfigError(
             "the statistics have no surrogate value covariance: calibrate on more than one chunk"
         )
     key, value = fit_published_rotation(statistics.query_covariance), fit_published_rotation(values)
-    return fidelity.make_recipe(key[None], value[None], KEY_CLIP_RATIO, VALUE_CLIP_RATIO)
+    mean = statistics.key_mean if centered else None
+    return fidelity.make_recipe(key[None], value[None], KEY_CLIP_RATIO, VALUE_CLIP_RATIO, key_mean=mean)

@@ -24,6 +24,14 @@ COLORS = {
     "int2:oscar": "tab:purple",
     "int2:hadamard": "tab:pink",
     "int2:identity": "tab:olive",
+    "int2:sequential": "mediumblue",
+    "published:centered": "lightcoral",
+    "kivi": "darkmagenta",
+    "fp8": "darkslategray",
+    "hqq:4": "forestgreen",
+    "hqq:2": "limegreen",
+    "quanto:4": "goldenrod",
+    "quanto:2": "gold",
 }
 OTHER_COLORS = ("navy", "teal", "darkgoldenrod", "indigo", "darkgreen", "maroon", "black", "slateblue")
 

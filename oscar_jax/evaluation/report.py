@@ -101,7 +101,7 @@ def evaluation_document(
             "bits_per_element": (
                 "of the quantized history: int2 2 + 16/D (row scale) + 8/64 (mean key of a page, keys "
                 "and values averaged); asymmetric recipes 2 + 2*16/group, group = 128 channels, or D if 128 "
-                "does not divide it"
+                "does not divide it; kivi 2 + 2*16/32; fp8 8 + 16/D"
             ),
             "layers": "attention KL and relative squared output error of a layer on exact inputs",
             "cache_bytes": "live bytes at the end of the context, mean over the texts",

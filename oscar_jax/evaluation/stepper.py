@@ -27,9 +27,11 @@ from ..rotations.rotation import LayerRotation
 from ..sharding.mesh import spread
 from . import fidelity
 from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
+from .peers import Float8Recipe, PerChannelRecipe
 
 ModelRows = list[Any]  # per layer StoredRows, or the RecurrentState of a linear one
-Recipe = LayerRotation | fidelity.AsymmetricRecipe | None  # None: exact
+# How one method stores the history of one layer; None: exact.
+Recipe = LayerRotation | fidelity.AsymmetricRecipe | PerChannelRecipe | Float8Recipe | None
 JUDGED_ROWS = 32  # positions whose distributions over the vocabulary are in memory at a time, per method
 
 
@@ -39,7 +41,7 @@ class Method:
 
     name: str
     kind: str  # "bf16" | "int2" | "simulated"
-    rotations: Mapping[int, Any]  # layer -> LayerRotation | AsymmetricRecipe; empty for bf16
+    rotations: Mapping[int, Any]  # layer -> Recipe; empty for bf16
     bits: float  # per stored element of the quantized history
     basis: str = ""
 
@@ -61,14 +63,18 @@ def restore_rows(key: jax.Array, value: jax.Array, recipes: Sequence[Recipe]) ->
         if first is None:
             parts.append(tuple(part.astype(jnp.float32) for part in rows))
             continue
-        function = (
-            fidelity.reconstruct_pages if isinstance(first, LayerRotation) else fidelity.reconstruct_rows
-        )
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(recipes[row] for row in members))
-        parts.append(jax.vmap(function)(*rows, stacked))
+        parts.append(jax.vmap(_restore)(*rows, stacked))
     back = jnp.asarray(np.argsort(order))
     restored_key, restored_value = (jnp.concatenate(column)[back] for column in zip(*parts))
     return restored_key, restored_value
+
+
+def _restore(key: jax.Array, value: jax.Array, recipe: Any) -> tuple[jax.Array, jax.Array]:
+    """Rows [T, K, D] as the history of one recipe returns them: float32 [T, K, D]."""
+    if isinstance(recipe, LayerRotation):
+        return fidelity.reconstruct_pages(key, value, recipe)
+    return recipe.restore(key, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +234,7 @@ def layer_error(
 ) -> dict[str, float]:
     """Attention KL and relative output error of one layer on exact inputs, means over heads.
 
-    query [T, N, D] at `positions` [T], NumPy or JAX; key, value [S, K, D] exact; rotation a LayerRotation or
-    a recipe.
+    query [T, N, D] at `positions` [T], NumPy or JAX; key, value [S, K, D] exact; rotation a Recipe.
     """
     if not len(positions):
         return {"kl": 0.0, "output_error": 0.0, "value_error": 0.0}
@@ -249,18 +254,7 @@ def layer_error(
 
 @functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _layer_error(query, positions, key, value, rotation, **options):
-    if isinstance(rotation, fidelity.AsymmetricRecipe):
-        restored = fidelity.reconstruct_rows(key, value, rotation)
-    else:
-        restored = fidelity.reconstruct_pages(key, value, rotation)
-    return fidelity.attention_error(
-        query,
-        positions,
-        key,
-        value,
-        *restored,
-        **options,
-    )
+    return fidelity.attention_error(query, positions, key, value, *_restore(key, value, rotation), **options)
 
 
 def method_bytes(method: Method, tokens: int, config: ModelConfig, layers: Sequence[int]) -> dict[str, int]:

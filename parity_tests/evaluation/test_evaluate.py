@@ -84,7 +84,7 @@ def result(tiny: tuple) -> tuple[list[stepper.Method], evaluation_report.StreamR
     _, config, _, steps = tiny
     tokens = np.random.default_rng(5).integers(0, 256, CONTEXT).astype(np.int32)
     statistics: dict[int, Any] = dict.fromkeys(LAYERS, random_statistics())
-    names = ["int2", "int2:balanced@0.1@1.6", "published", "hadamard", "naive"]
+    names = ["int2", "int2:balanced@0.1@1.6", "published", "hadamard", "naive", "kivi"]
     methods = evaluation_methods.resolve_methods(names, config, LAYERS, rotation_set(config), statistics)
     found = evaluation_job.evaluate_stream(
         steps, methods, stream_of(tokens), tokens, LAYERS, chunk=64, every=3
@@ -391,9 +391,9 @@ def test_methods_that_do_not_fit_together_walk_one_after_the_other(
         patch.setattr(evaluation_job.jax, "devices", lambda: [device])
         names = [[m.name for m in group] for group in evaluation_job.split_methods(methods, 130)]
         assert names == [["bf16", "int2", "int2:balanced@0.1@1.6"], ["bf16", "published", "hadamard"],
-                         ["bf16", "naive"]]  # fmt: skip
+                         ["bf16", "naive", "kivi"]]  # fmt: skip
         assert evaluation_job.split_methods(methods[:1], 10**6) == [methods[:1]]
-        assert [len(group) for group in evaluation_job.split_methods(methods, 10**6)] == [2] * 5
+        assert [len(group) for group in evaluation_job.split_methods(methods, 10**6)] == [2] * 6
     groups = [[methods[0], methods[1]], [methods[0], *methods[2:]]]
     monkeypatch.setattr(evaluation_job, "split_methods", lambda *_: groups)
     done: list[int] = []
