@@ -75,7 +75,8 @@ tasks:
   code           a function of the text, to be written again line by line
   writing        --new-tokens after a text of each length, judged by the BF16 model
 
-Methods are those of oscar evaluate. Interrupted? The same command goes on where it stopped.
+Methods are those of oscar evaluate, and int2:cache: the rotation set in the real paged cache with the kernels
+of this device, read in chunks as when serving. Interrupted? The same command goes on where it stopped.
 
 examples:
   oscar tasks --model gemma.gguf --rotations rotations/ --lengths 1024,2048 --out tasks/
@@ -288,7 +289,7 @@ def _grow_tasks(command: _Parser) -> None:
     about = "comma-separated, see below (default %(default)s)"
     every = "single,keys,values,tracking,code"
     command.add_argument("--tasks", default=every, metavar="LIST", help=about)
-    methods = "bf16,int2,published,hadamard"
+    methods = "bf16,int2,int2:cache,published,hadamard"
     command.add_argument("--methods", default=methods, metavar="LIST", help="likewise (default %(default)s)")
     command.number("--trials", 4, "contexts per length")
     command.number("--questions", 0, "of each task in a context, at most 8; 0: one per 1024 tokens")

@@ -20,7 +20,9 @@ import numpy as np
 from ..core.errors import ConfigError
 from ..models.weights import host_array
 from .asking import make_asker, read_text
+from .fidelity import page_bits
 from .job import Prepared, prepare, split_methods
+from .paged import PAGED, Paged
 from .stepper import Method, Runner, make_runner
 from .streams import TextError, TokenStream, check_source, read_stream
 from .subject import Progress, Subject, no_progress
@@ -38,7 +40,7 @@ from .tasks import (
 from .writing import BLOCK, Writer, agreement, make_writer, variety, write_texts
 
 WRITING = "writing"
-TASK_METHODS = ("bf16", "int2", "published", "hadamard")
+TASK_METHODS = ("bf16", "int2", PAGED, "published", "hadamard")
 RESULTS = "tasks.json"
 INSTRUCTION = "Remember the numbers, variables and functions in this text: questions about them follow.\n\n"
 TOKENS_PER_QUESTION = 1024  # of context, by default
@@ -109,8 +111,10 @@ def evaluate_tasks(
         check_source(source)
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)  # before anything expensive: a file may stand there
-    ready = prepare(model, [], rotations, lengths[-1], methods, 1, chunk, field, all_layers, dtype)
+    stepped = [name for name in methods if name != PAGED] or ["bf16"]
+    ready = prepare(model, [], rotations, lengths[-1], stepped, 1, chunk, field, all_layers, dtype)
     subject, config = ready.subject, ready.subject.config
+    paged = Paged(subject, ready.rotation_set, all_layers=all_layers) if PAGED in methods else None
     streams = [read_stream(sources, subject.encode, trials * lengths[-1], field) for sources in texts]
     written = -(-new_tokens // BLOCK) * BLOCK if WRITING in tasks else 0
     for length in lengths:
@@ -132,7 +136,7 @@ def evaluate_tasks(
         "filler": [{"label": s.label, "digest": s.digest} for s in streams] or "made-up sentences",
         "methods": [
             {"method": method.name, "basis": method.basis, "bits_per_element": method.bits}
-            for method in ready.methods
+            for method in _with_cache(ready, methods)
         ],
     }
     records = [] if restart else _earlier(out / RESULTS, document)
@@ -157,19 +161,31 @@ def evaluate_tasks(
                 if asked and ("questions", length, trial) in done:
                     count(length)
                 elif asked:
-                    found = _answer(ready, runner, ask, plan, length, trial, lengths[-1], count)
+                    found = _answer(ready, paged, runner, ask, plan, length, trial, lengths[-1], count)
                     save({"kind": "questions", **where, "questions": found})
                 if written and (WRITING, length, trial) in done:
                     count(length + 2 * written)
                 elif written:
                     capacity = lengths[-1] + written
-                    texts_written = _write(ready, writer, prompts[length, trial], written, capacity, count)
+                    prompt = prompts[length, trial]
+                    texts_written = _write(ready, paged, writer, prompt, written, capacity, count)
                     save({"kind": WRITING, **where, "texts": texts_written})
     document |= summary(document, records)
     if jax.process_index() == 0:
         save_tasks(document, out, RESULTS)
         save_task_plots(document, out)
     return document
+
+
+def _with_cache(ready: Prepared, names: Sequence[str]) -> list[Method]:
+    """The methods to be shown: those that are stepped, the real cache beside the set it holds."""
+    found = list(ready.methods)
+    if PAGED in names and ready.rotation_set is not None:
+        bits = page_bits(ready.subject.config.head_dim)
+        served = Method(PAGED, "int2", {}, bits, ready.rotation_set.header.basis)
+        places = [place for place, method in enumerate(found, 1) if method.name == "int2"]
+        found.insert(places[0] if places else len(found), served)
+    return found
 
 
 def _earlier(path: pathlib.Path, document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -281,6 +297,7 @@ def _groups(ready: Prepared, capacity: int) -> list[list[Method]]:
 
 def _answer(
     ready: Prepared,
+    paged: Paged | None,
     runner: Runner,
     ask: Callable[..., jax.Array],
     plan: _Plan,
@@ -309,6 +326,10 @@ def _answer(
                 [_text(subject, answer[: one.limit]) for answer, one in zip(by_question, asked)],
             )
         on_tokens(length * (number + 1) // len(groups) - length * number // len(groups))
+    if paged is not None:
+        padded = [one.tokens for one in asked] + [asked[0].tokens] * (plan.count - len(asked))
+        tokens = paged.answer(context.tokens, padded, plan.answer, capacity=capacity)
+        texts[PAGED] = [_text(subject, np.asarray(of[: one.limit])) for of, one in zip(tokens, asked)]
     return [
         {
             "task": one.question.task,
@@ -330,6 +351,7 @@ def _text(subject: Subject, tokens: np.ndarray) -> str:
 
 def _write(
     ready: Prepared,
+    paged: Paged | None,
     writer: Writer,
     prompt: np.ndarray,
     new_tokens: int,
@@ -340,11 +362,15 @@ def _write(
     texts: dict[str, dict[str, Any]] = {}
     groups = _groups(ready, 2 * capacity)  # the judge's rows lie beside the writers'
     counts = (len(prompt) + 2 * new_tokens) // len(groups)
+    others = [] if paged is None else [paged.write(prompt, new_tokens, capacity=capacity)]
     for group in groups:
-        tokens, losses = write_texts(writer, group, prompt, new_tokens, capacity=capacity, chunk=ready.chunk)
-        for method, agreed, row, loss in zip(group, agreement(tokens), tokens, losses):
+        tokens, losses = write_texts(
+            writer, group, prompt, new_tokens, capacity=capacity, chunk=ready.chunk, others=others
+        )
+        names = [*(method.name for method in group), PAGED]
+        for name, agreed, row, loss in zip(names, agreement(tokens), tokens, losses):
             texts.setdefault(
-                method.name,
+                name,
                 {
                     "perplexity": float(np.exp(loss.astype(np.float64).mean())),
                     "agreement": int(agreed),

@@ -127,13 +127,15 @@ def write_texts(
     *,
     capacity: int,
     chunk: int,
+    others: Sequence[np.ndarray] = (),
     on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What every method writes after `prompt` int32 [S], and what BF16, methods[0], thinks of it.
 
-    S and `new_tokens` are multiples of BLOCK. Returns tokens int32 [M, new_tokens] and, float32 of
-    the same shape, their negative log-likelihoods under the BF16 model that has read the prompt and them.
-    `on_tokens` counts tokens read, written and judged. Raises ConfigError.
+    S and `new_tokens` are multiples of BLOCK; `others` int32 [new_tokens] are texts made elsewhere, judged
+    after those of the methods. Returns tokens int32 [M, new_tokens] and, float32 of the same shape, their
+    negative log-likelihoods under the BF16 model that has read the prompt and them. `on_tokens` counts tokens
+    read, written and judged. Raises ConfigError.
     """
     for name, number in (("prompt", len(prompt)), ("new_tokens", new_tokens)):
         if number % BLOCK or not number:
@@ -141,16 +143,17 @@ def write_texts(
     runner = writer.runner
     recipes = recipes_of(methods, range(runner.config.num_layers))
     last, rows = read_text(runner, methods, prompt, capacity=capacity, chunk=chunk, on_chunk=on_tokens)
-    tokens, judged_rows = writer.first(runner.state, last), _exact_rows(rows)
+    tokens = writer.first(runner.state, last)
+    judged_rows = _exact_rows(rows, len(methods) + len(others))
     blocks: list[np.ndarray] = []
     for start in range(len(prompt), len(prompt) + new_tokens, BLOCK):
         block, tokens, rows = writer.write(runner.state, rows, tokens, start, recipes)
         blocks.append(host_array(block))
         on_tokens(BLOCK)
     del rows
-    written = np.concatenate(blocks, axis=1)
+    written = np.concatenate([np.concatenate(blocks, axis=1), *(other[None] for other in others)])
     likelihoods = []
-    hidden = jnp.broadcast_to(last[:1], last.shape)[:, None]  # what predicts the first new token
+    hidden = jnp.repeat(last[:1], len(written), axis=0)[:, None]  # what predicts the first new token
     for start in range(0, new_tokens, BLOCK):
         block = written[:, start : start + BLOCK]
         here, judged_rows, _ = runner.step(
@@ -163,12 +166,12 @@ def write_texts(
     return written, np.concatenate(likelihoods, axis=1)
 
 
-@jax.jit
-def _exact_rows(rows: ModelRows) -> ModelRows:
-    """What BF16, the first row of the batch, has stored: a copy for every row, without restored ones."""
+@functools.partial(jax.jit, static_argnames=("count",))
+def _exact_rows(rows: ModelRows, count: int) -> ModelRows:
+    """What BF16, the first row of the batch, has stored: `count` copies, without restored ones."""
 
     def spread(leaf: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(leaf[:1], leaf.shape)
+        return jnp.repeat(leaf[:1], count, axis=0)
 
     return [
         StoredRows(spread(layer.key), spread(layer.value), None, None)

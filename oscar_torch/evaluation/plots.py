@@ -16,6 +16,7 @@ MOST_TICKS = 24
 COLORS = {
     "bf16": "tab:gray",
     "int2": "tab:blue",
+    "int2:cache": "deepskyblue",
     "published": "tab:red",
     "hadamard": "tab:orange",
     "naive": "tab:brown",

@@ -11,15 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oscar_jax.cache import allocate_layer_cache, append_rows, attend
 from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import ConfigError
-from oscar_jax.evaluation import asking, task_job, task_report, tasks, writing
+from oscar_jax.core.rotation_header import RotationHeader
+from oscar_jax.evaluation import asking, paged, task_job, task_report, tasks, writing
 from oscar_jax.evaluation.blockwise import StoredRows, attend_few, attend_rows, finish
 from oscar_jax.evaluation.stepper import Method, Runner, make_runner
 from oscar_jax.evaluation.subject import load_subject
 from oscar_jax.evaluation.tasks import Question, TaskContext
+from oscar_jax.layer_cache import LayerCache
 from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache
-from oscar_jax.rotations.rotation import hadamard_rotation
+from oscar_jax.rotations.bases import BASIS_VERSION
+from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
@@ -155,6 +159,61 @@ def test_answers_are_greedy_and_no_question_disturbs_another(runner: Runner, ste
                 log_p, caches = step(jnp.int32(token), caches)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_sequences_share_pages_and_go_on_alone(window: int | None) -> None:
+    """Three sequences that share a prefix get other rows each, and attend as copies of it would."""
+    config = CacheConfig(2, 4, 32, window=window)
+    rotation, generator = hadamard_rotation(2, 32), np.random.default_rng(1)
+
+    def rows(batch: int, tokens: int, heads: int = 2) -> jax.Array:
+        return jnp.asarray(generator.standard_normal((batch, tokens, heads, 32)), jnp.bfloat16)
+
+    def counts(batch: int, tokens: int) -> jax.Array:
+        return jnp.full(batch, tokens, jnp.int32)
+
+    alone = allocate_layer_cache(config, 1, 1200, chunk=256)
+    for _ in range(3):
+        alone = append_rows(alone, rotation, rows(1, 250), rows(1, 250), counts(1, 250))
+    (shared,) = paged.share_pages([alone], 3, 140)
+    assert isinstance(shared, LayerCache) and shared.batch == 3
+    key, value, query = rows(3, 139), rows(3, 139), rows(3, 1, heads=4)
+    options: dict[str, Any] = {"softmax_scale": 0.2, "sliding_window": window}
+    more = append_rows(shared, rotation, key, value, counts(3, 139))
+    out, more = attend(query, key[:, :1], value[:, :1], more, rotation, new_lengths=counts(3, 1), **options)
+    assert (
+        more.lengths.tolist() == [890] * 3 and int(more.history_pages[0]) == int(alone.history_pages[0]) + 2
+    )
+    for sequence in range(3):
+        own, new = [a[sequence : sequence + 1] for a in (key, value, query)], counts(1, 1)
+        copy = append_rows(alone, rotation, own[0], own[1], counts(1, 139))
+        expected, _ = attend(own[2], own[0][:, :1], own[1][:, :1], copy, rotation, new_lengths=new, **options)
+        np.testing.assert_array_equal(out[sequence], expected[0])
+
+
+def test_the_real_cache_answers_as_it_would_one_question(path: Path, step: Any) -> None:
+    """Two questions on shared pages, against single tokens from the same caches."""
+    config = load_subject(path).config
+    header = RotationHeader(
+        model_id=config.model_id, layers=(0, 1), num_query_heads=4, num_key_value_heads=2, head_dim=32,
+        rope="half", basis="hadamard", basis_version=BASIS_VERSION,
+    )  # fmt: skip
+    fitted = RotationSet(header, dict(METHODS[1].rotations))
+    reader = paged.Paged(load_subject(path), fitted)
+    asked = [encode("\nWhat is it? It is"), encode("\nWhere?")]
+    caches = reader._answering([PROMPT.tolist()], 1, capacity=500).caches
+    for question, answer in zip(asked, reader.answer(PROMPT, asked, 5, capacity=500)):
+        log_p, mine = jnp.zeros(0), caches
+        for token in question:
+            log_p, mine = step(jnp.int32(token), mine)
+        for token in answer:
+            assert int(log_p.argmax()) == token
+            log_p, mine = step(jnp.int32(token), mine)
+    written = reader.write(PROMPT, 9, capacity=500)
+    assert written.shape == (9,) and 257 not in written
+    with pytest.raises(ConfigError, match="'int2:cache' needs --rotations"):
+        paged.Paged(load_subject(path), None)
+
+
 def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any, read: Any) -> None:
     """Pages that fill up on the way are read from two bits; the judge has read the same text in BF16."""
     writer = writing.make_writer(runner)
@@ -201,7 +260,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
             task_job.evaluate_tasks(path, [], tmp_path, **options)
     assert len(json.loads((tmp_path / "tasks.json").read_text())["records"]) == 1
     real = task_job._answer
-    monkeypatch.setattr(task_job, "_answer", lambda *a: calls.append(a[5]) or real(*a))
+    monkeypatch.setattr(task_job, "_answer", lambda *a: calls.append(a[6]) or real(*a))
     done = []
     document = task_job.evaluate_tasks(
         path, [], tmp_path, progress=lambda stage, count, total: done.append((count, total)), **options
