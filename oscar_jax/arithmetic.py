@@ -36,6 +36,29 @@ def exact_arithmetic[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def compiled_quickly[**P, R](**settings: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`jax.jit` with these settings, for programs that run for seconds.
+
+    On a GPU the compiler would try many kernels for every shape of a product, which can take longer than a
+    whole evaluation; here it takes the vendor's choice.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.cache
+        def compiled() -> Callable[P, R]:  # at the first call: asking for the backend starts it
+            gpu = jax.default_backend() == "gpu"
+            options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False} if gpu else None
+            return jax.jit(function, compiler_options=options, **settings)
+
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **options: P.kwargs) -> R:
+            return compiled()(*args, **options)
+
+        return wrapped
+
+    return decorate
+
+
 def compiled_once[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """The function, compiled once per shape where it is called on arrays; inside a trace as it is.
 

@@ -1,7 +1,6 @@
 """What a layer saw on text that the fit has not seen, and what pages of a rotation make of it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arithmetic import compiled_quickly
 from ..core import cache_format as fmt
 from ..evaluation import fidelity
 from ..evaluation.stepper import Runner, layer_error
@@ -66,7 +66,7 @@ def observe_sequence(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
+@compiled_quickly(static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _key_errors(query, positions, key, value, *arrays, **options):
     """arrays: transform, query transform, multiplier and feedback."""
     restored = fidelity.reconstruct_key_pages(_pad_to_pages(key), *arrays)[: len(key)]
@@ -74,7 +74,7 @@ def _key_errors(query, positions, key, value, *arrays, **options):
     return errors["kl"], errors["output_error"]
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
+@compiled_quickly(static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _value_errors(query, positions, key, value, *arrays, **options):
     """arrays: transform, inverse, mean, multiplier and feedback."""
     restored = fidelity.reconstruct_value_pages(_pad_to_pages(value), *arrays)[: len(value)]

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..arithmetic import compiled_quickly
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import replacing_file
@@ -36,7 +37,7 @@ STATE_FILE = "calibration_state.npz"
 
 def make_statistics_step(
     model: LanguageModel, config: ModelConfig, layers: Sequence[int]
-) -> Callable[..., tuple[ModelRows, dict[int, covariance.StatisticsState]]]:
+) -> Callable[..., tuple[ModelRows, Any]]:
     """A compiled step(state, tokens int32 [B, T], start, counts, rows, statistics) -> (rows, statistics).
 
     The first counts[b] tokens of sequence b are real. The old rows are consumed. With `statistics` None only
@@ -76,7 +77,7 @@ def make_statistics_step(
 
     one_layer = of_layer if mesh.empty else of_layer_on_a_mesh
 
-    @functools.partial(jax.jit, donate_argnums=4)
+    @compiled_quickly(donate_argnums=4)
     def step(state, tokens, start, counts, rows, statistics):
         updated = {} if statistics is None else dict(statistics)
         tokens = spread(tokens, DATA_AXIS)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..arithmetic import compiled_quickly
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..models.config import ModelConfig
@@ -25,7 +26,7 @@ from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from ..rotations.rotation import LayerRotation
 from ..sharding.mesh import spread
-from . import fidelity
+from . import fidelity, flash_rows
 from .blockwise import Partial, StoredRows, allocate_rows, attend_rows, finish, write_rows
 from .peers import Float8Recipe, PerChannelRecipe
 
@@ -134,7 +135,7 @@ def make_runner(model: LanguageModel, config: ModelConfig) -> Runner:
     """
     graph, state = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames=("capture",), donate_argnums=(3,))
+    @compiled_quickly(static_argnames=("capture",), donate_argnums=(3,))
     def step(state, tokens, start, rows, recipes, probes=None, count=None, capture: tuple[int, ...] = ()):
         queries: list[jax.Array] = []
         tokens = spread(tokens, DATA_AXIS)
@@ -155,7 +156,7 @@ def make_runner(model: LanguageModel, config: ModelConfig) -> Runner:
         )
         return hidden, rows, queries
 
-    @jax.jit
+    @compiled_quickly()
     def judge(state, hidden, index, targets):
         decoder = nnx.merge(graph, state)
 
@@ -184,13 +185,23 @@ def attend_and_store(
 ) -> tuple[Partial, StoredRows]:
     """One layer's attention over all tokens so far, the new ones stored first; recipes one per batch row.
 
-    `measure_coded` as in `attend_rows`.
+    `measure_coded` as in `attend_rows`. `start` is a multiple of 64. On a GPU the chunk goes through cuDNN.
     """
     # Every method reads the same rows: those that a cache stores.
     key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     restored = None if recipes is None else restore_rows(key, value, recipes)
     stored = write_rows(stored, start, key, value, restored)
-    tokens = query.shape[1]
+    tokens, window = query.shape[1], config.layer_windows[layer]
+    if flash_rows.serves(query, window, config.attention_softcap):
+        part = flash_rows.attend_chunk(
+            query,
+            stored,
+            start,
+            config=config.cache_config(),
+            softmax_scale=config.attention_scale,
+            measure_coded=measure_coded,
+        )
+        return part, stored
     part = attend_rows(
         query,
         stored,
@@ -198,7 +209,7 @@ def attend_and_store(
         start + tokens,
         config=config.cache_config(),
         softmax_scale=config.attention_scale,
-        sliding_window=config.layer_windows[layer],
+        sliding_window=window,
         softcap=config.attention_softcap,
         measure_coded=measure_coded,
     )
@@ -252,7 +263,7 @@ def layer_error(
     return {name: float(host_array(values).mean()) for name, values in errors.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
+@compiled_quickly(static_argnames=("geometry", "softmax_scale", "sliding_window", "softcap"))
 def _layer_error(query, positions, key, value, rotation, **options):
     return fidelity.attention_error(query, positions, key, value, *_restore(key, value, rotation), **options)
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from oscar_jax.cache import allocate_layer_cache, append_rows, live_bytes
+from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import CheckpointError, ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
-from oscar_jax.evaluation import fidelity, plots, stepper
+from oscar_jax.evaluation import fidelity, flash_rows, plots, stepper
 from oscar_jax.evaluation import job as evaluation_job
 from oscar_jax.evaluation import methods as evaluation_methods
 from oscar_jax.evaluation import report as evaluation_report
-from oscar_jax.evaluation.blockwise import StoredRows, attend_rows, finish
+from oscar_jax.evaluation.blockwise import StoredRows, attend_rows, coded_share, finish
 from oscar_jax.evaluation.streams import TextError, TokenStream
 from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache
 from oscar_jax.models.weights import load_model
@@ -163,6 +164,54 @@ def test_each_query_reads_int2_where_decoding_would(tiny: tuple, window: int | N
             scores = np.where(seen, key[n // 2] @ np.asarray(query[0, t, n]) * 0.2, -np.inf)
             expected = jax.nn.softmax(scores) @ value[n // 2].astype(np.float32)
             np.testing.assert_allclose(out[0, t, n], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(64, 256), (0, 64), (128, 128)])
+@pytest.mark.parametrize("coded", [True, False])
+def test_a_chunk_through_flash_attention_reads_the_same(sink: int, recent: int, coded: bool) -> None:
+    """The parts that a GPU computes, with cuDNN's steps in float32, against one walk over all rows."""
+    geometry = CacheConfig(2, 4, 16, sink_tokens=sink, recent_tokens=recent)
+    rng = np.random.default_rng(sink + recent)
+
+    def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 1, shape), dtype)
+
+    exact = [normal(2, 2, 1536, 16, dtype=jnp.bfloat16) for _ in range(2)]
+    rows = StoredRows(*exact, *([normal(2, 2, 1536, 16) for _ in range(2)] if coded else (None, None)))
+    options: dict[str, Any] = {"config": geometry, "softmax_scale": 0.5, "measure_coded": not coded}
+    one = jax.jit(lambda q, start: flash_rows.attend_chunk(q, rows, start, backend="xla", **options))
+    other = jax.jit(
+        lambda q, start: attend_rows(
+            q, rows, start + jnp.arange(q.shape[1]), start + q.shape[1], sliding_window=None, **options
+        )
+    )
+    for start, tokens in ((0, 256), (64, 256), (320, 256), (1024, 256), (1280, 256), (448, 64)):
+        query = normal(2, tokens, 4, 16)
+        got, want = one(query, start), other(query, start)
+        np.testing.assert_allclose(finish([got]), finish([want]), atol=1e-5, err_msg=f"at {start}")
+        if not coded:
+            share = coded_share(got)
+            np.testing.assert_allclose(share, coded_share(want), atol=2e-6, err_msg=f"at {start}")
+            assert start < 1000 or float(share.mean()) > 0.2
+
+
+@pytest.mark.hopper
+def test_a_chunk_through_cudnn() -> None:
+    """The same with cuDNN, BF16 queries: each output within BF16's rounding of weights and rows."""
+    geometry = CacheConfig(2, 4, 128)
+    rng = np.random.default_rng(0)
+    exact = [jnp.asarray(rng.normal(0, 1, (2, 2, 2048, 128)), jnp.bfloat16) for _ in range(2)]
+    restored = [store.astype(jnp.float32) * 1.5 for store in exact]
+    query = jnp.asarray(rng.normal(0, 1, (2, 512, 4, 128)), jnp.bfloat16)
+    options: dict[str, Any] = {"config": geometry, "softmax_scale": 128**-0.5}
+    for others in (restored, (None, None)):
+        rows = StoredRows(*exact, *others)
+        got = finish([flash_rows.attend_chunk(query, rows, 1024, **options)])
+        want = finish(
+            [attend_rows(query, rows, 1024 + jnp.arange(512), 1536, sliding_window=None, **options)]
+        )
+        error = jnp.linalg.norm(got - want, axis=-1) / jnp.linalg.norm(want, axis=-1)
+        assert float(error.max()) < 2e-2, f"{float(error.max()):.1e}"
 
 
 @pytest.mark.parametrize("name", ["int2", "int2:sequential"])

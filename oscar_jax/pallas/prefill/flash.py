@@ -63,7 +63,7 @@ def chunk_attention(
         raise NotImplementedError(
             f"sliding_window = {sliding_window}: blocks are read as a whole, allowed: None"
         )
-    flash = functools.partial(_flash, softmax_scale=softmax_scale, backend=backend)
+    flash = functools.partial(attend, softmax_scale=softmax_scale, backend=backend)
     dtype = query.dtype if backend == "cudnn" else jnp.float32
 
     group = query_heads // heads
@@ -179,7 +179,7 @@ def _check_cudnn(query: jax.Array, tokens: int, sliding_window: int | None) -> N
         raise NotImplementedError(f"a chunk of {tokens} tokens: blocks are dequantized from {MIN_TOKENS} on")
 
 
-def _flash(
+def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -195,7 +195,7 @@ def _flash(
     all), zeros and -inf where that is none; `causal`: query t sees rows 0 … t.
     """
     if backend == "xla":
-        return _flash_xla(query, key, value, softmax_scale=softmax_scale, lengths=lengths, causal=causal)
+        return _attend_xla(query, key, value, softmax_scale=softmax_scale, lengths=lengths, causal=causal)
     # jax.nn.dot_product_attention rounds the log-sum-exp to the queries' dtype, which is useless for merging.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
@@ -216,7 +216,7 @@ def _flash(
     return out, lse
 
 
-def _flash_xla(
+def _attend_xla(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -225,7 +225,7 @@ def _flash_xla(
     lengths: jax.Array | None,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_flash` in float32, for checking every step but cuDNN's own."""
+    """`attend` in float32, for checking every step but cuDNN's own."""
     batch, tokens, _, head_dim = query.shape
     stored, heads = key.shape[1:3]
     grouped = query.astype(jnp.float32).reshape(batch, tokens, heads, -1, head_dim)
