@@ -4,12 +4,14 @@
     python scripts/bench_vllm.py --out results --kind int2        # 2-bit pages alone, about three
     python scripts/bench_vllm.py --out results --throughput       # equal memory, long prompts, both kinds
 
-Every kind runs in a process of its own and writes a line as soon as it has one. Cache: blocks that the engine
-finds room for at --memory of the GPU, in tokens. Prefill: seconds from the request to its first token, second
-of two runs. Decode: prompts are prefilled by the engine, then its steps are timed while every row generates;
-a step is the median time between two returns of `engine.step()`, scheduler and sampler included. Throughput:
---memory-gib for blocks (and for the arena of 2-bit pages, which is taken off), requests that arrive at once;
-requests per second, mean time to the first token and time per token after it.
+Every kind runs in a process of its own and adds a line to OUT/bench_vllm.jsonl as soon as it has one. All
+lines there, of this run and earlier ones, are laid side by side in OUT/vllm/DEVICE-DATE/{run.json,page.md}.
+
+Cache: blocks that the engine finds room for at --memory of the GPU, in tokens. Prefill: seconds from the
+request to its first token, second of two runs. Decode: prompts are prefilled by the engine, then steps are
+timed while every row generates; a step is the median time between two returns of `engine.step()`, scheduler
+and sampler included. Throughput: --memory-gib for blocks (and for the arena of 2-bit pages, which is taken
+off), requests that arrive at once; requests per second, mean time to the first token and per token after it.
 """
 
 import argparse
@@ -164,11 +166,59 @@ class Bench:
         )  # fmt: skip
 
 
+def record(out: pathlib.Path, command: str) -> None:
+    """run.json and page.md of all lines so far."""
+    lines = [json.loads(line) for line in (out / "bench_vllm.jsonl").read_text().splitlines()]
+    about = next(line for line in lines if line["task"] == "about")
+    device = about["device"].split()[-1].lower() if about["device"].startswith("NVIDIA") else "cpu"
+    folder = out / "vllm" / f"{device}-{time.strftime('%Y-%m-%d')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [line for line in lines if line["task"] != "about"]
+    run = {
+        "device": about["device"], "command": command, "created": time.strftime("%Y-%m-%d"),
+        "versions": {name: about[name] for name in ("vllm", "torch", "triton", "transformers")}, "rows": rows,
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+    (folder / "page.md").write_text(page_of(run))
+
+
+def page_of(run: dict[str, Any]) -> str:
+    """The rows of both kinds side by side, with their ratio (above 1: two bits win)."""
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = [
+        "# vLLM with 2-bit pages and with its BF16 cache, Qwen3-8B's shape, random weights", "",
+        f"- command: {run['command']}", f"- device: {run['device']}; {versions}", "",
+        "| | 2-bit pages | BF16 | ratio |", "|---|---|---|---|",
+    ]  # fmt: skip
+    found: dict[tuple[str, bool], dict[str, float]] = {}
+    for row in run["rows"]:
+        where = f"{row['rows']} × {row['length']:,}" if "rows" in row else ""
+        for key, title, lower in (
+            ("tokens", "tokens that fit in the cache", False),
+            ("step_ms", f"decode step, {where}, ms", True),
+            ("prefill_s", f"prefill, {where}, s", True),
+            ("requests_per_s", f"requests per second, {where}", False),
+            ("first_token_s", f"mean time to the first token, {where}, s", True),
+            ("token_ms", f"time per token, {where}, ms", True),
+        ):
+            if key in row and (key != "tokens" or row["task"] == "cache"):
+                found.setdefault((title, lower), {})[row["kind"]] = row[key]
+    for (title, lower), values in found.items():
+        mine, other = values.get("int2"), values.get("bf16")
+        ratio = "" if mine is None or other is None else f"{other / mine if lower else mine / other:.2f} ×"
+        lines.append(f"| {title} | {_number(mine)} | {_number(other)} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "not run" if value is None else f"{value:,}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for bench_vllm.jsonl")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the lines and the record")
     parser.add_argument("--kind", choices=KINDS, help="one kind alone")
     parser.add_argument("--cases", default="1x32768,8x32768,1x98304", help="rows x tokens of a prompt")
     parser.add_argument("--steps", type=int, default=60, help="decode steps that are timed")
@@ -190,6 +240,8 @@ def main() -> int:
         for kind in [options.kind] if options.kind else KINDS:
             command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--child"]
             codes.append(subprocess.run(command, check=False).returncode)
+        if options.lines.exists():
+            record(options.out, " ".join(["python scripts/bench_vllm.py", *sys.argv[1:]]))
         return max(codes)
     if not torch.cuda.is_available():
         real_engine.stand_in_for_cuda()

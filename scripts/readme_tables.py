@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, parity_tests/README.md and the index of results/ from the recorded runs.
+"""Writes the tables of README.md, some other pages and the index of results/ from the recorded runs.
 
     python scripts/readme_tables.py [--check]
 
@@ -19,12 +19,13 @@ from oscar_torch.core import cache_format as fmt
 from oscar_torch.core.config import CacheConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "results/README.md", "parity_tests/README.md")
+PAGES = ("README.md", "results/README.md", "parity_tests/README.md", "docs/vllm.md")
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
 STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
+ENGINE = "vllm/h200-2026-12-01"
 STEP_CASES = ((1, 32_768), (8, 32_768), (1, 98_304))
 KERNELS_TORCH = "kernels-torch/h200-2026-11-30"
 PARITY = ("parity/h200-2026-11-30", "parity/cpu-2026-11-29", "parity-xla-torch/cpu-2026-11-29")
@@ -150,7 +151,44 @@ def step_rows() -> list[list[str]]:
                 f"{f'{engine / mine:.1f} ×' if mine else '–'} · {engine / compiled['milliseconds']:.1f} ×",
             ]
         )
+    for kinds in engine_rows():
+        if "bf16" in kinds:
+            mine, other = (kinds[kind]["step_ms"] for kind in ("int2", "bf16"))
+            rows.append(
+                [
+                    f"step in vLLM, {kinds['where']}",
+                    "",
+                    "",
+                    f"{mine:.1f} ms",
+                    f"{other:.1f}",
+                    f"{other / mine:.1f} ×",
+                ]
+            )
     return rows
+
+
+def engine_rows() -> list[dict[str, Any]]:
+    """Of every case that both caches ran in vLLM, or 2-bit pages alone: the row of each kind."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in load(ENGINE)["rows"]:
+        if row["task"] == "decode":
+            found.setdefault((row["rows"], row["length"]), {})[row["kind"]] = row
+    return [{"where": f"{batch} × {length:,}", **kinds} for (batch, length), kinds in found.items()]
+
+
+def engine() -> str:
+    """vLLM with 2-bit pages beside its own BF16 cache."""
+    fits = {row["kind"]: row["tokens"] for row in load(ENGINE)["rows"] if row["task"] == "cache"}
+    rows = [
+        ["tokens that fit", f"{fits['int2']:,}", f"{fits['bf16']:,}", f"{fits['int2'] / fits['bf16']:.1f} ×"]
+    ]
+    for name, key in (("decode step, ms", "step_ms"), ("prefill, s", "prefill_s")):
+        for kinds in engine_rows():
+            mine, other = kinds["int2"].get(key), kinds.get("bf16", {}).get(key)
+            if mine:
+                ratio = f"{other / mine:.1f} ×" if other else "–"
+                rows.append([f"{name}, {kinds['where']}", str(mine), str(other or "not run"), ratio])
+    return table(["Qwen3-8B shape, H200", "2-bit pages", "BF16", "better by"], rows)
 
 
 def short_us(time: float) -> str:
@@ -175,6 +213,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "size": size,
     "equality": equality,
     "speed": speed,
+    "engine": engine,
     "runs": runs,
 }
 
