@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from quickstart import find_texts
+from sample_texts import find_texts
 
 from oscar_jax.calibration.job import calibrate, fit
 from oscar_jax.core import cache_format as fmt
