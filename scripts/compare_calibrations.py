@@ -8,6 +8,8 @@ For each length in --sequences and each backend `calibrate` reads prose and code
 Judged are the sets as they were written, by what `oscar evaluate` measures: KL to the same model with a BF16
 cache, values quantized too. What a query reads depends on its position alone, so the figures of a shorter
 context are those of the positions below it. "keys only": keys rounded sequentially, values to the nearest.
+--noise also judges sets of the same statistics, moved by so little (relative) that they are as good: how far
+apart their figures lie is how much a difference means.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,8 +40,9 @@ from oscar_jax.evaluation.subject import Subject, default_chunk, load_subject
 from oscar_jax.rotations import store
 from oscar_jax.rotations.fit import fit_layer_rotation
 from oscar_jax.rotations.rotation import LayerRotation
-from oscar_jax.rotations.statistics import STATISTICS_FILE, load_statistics
+from oscar_jax.rotations.statistics import STATISTICS_FILE, LayerStatistics, load_statistics
 
+RATIOS = ("to_nearest", "to_first_backend", "medians")
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768)
 
 
@@ -73,19 +76,42 @@ def calibrated(
                 calibrate_in_torch(arguments.model, texts, folder, settings)
             seconds = round(time.perf_counter() - started, 1)
             yield Calibrated(backend, sequence, "nearest", seconds), store.load_rotation_set(folder).layers
-            if "sequential" not in arguments.roundings:
-                continue
             sequential = CalibrationConfig(rounding="sequential")
-            fitted = fit(folder, here / f"{backend}-{sequence}-sequential", sequential).layers
-            yield Calibrated(backend, sequence, "sequential", seconds), fitted
-            if arguments.keys_only:
-                statistics = load_statistics(folder / STATISTICS_FILE)
-                plain = {"per_head": True, "damping": sequential.damping, "value_basis": "hadamard"}
-                keys = {
-                    layer: fit_layer_rotation(entry, "ordered", **plain)
-                    for layer, entry in statistics.items()
-                }
+            if both := "sequential" in arguments.roundings:
+                fitted = fit(folder, here / f"{backend}-{sequence}-sequential", sequential).layers
+                yield Calibrated(backend, sequence, "sequential", seconds), fitted
+            statistics = load_statistics(folder / STATISTICS_FILE)
+            if both and arguments.keys_only and backend == arguments.backends[0]:
+                keys = fitted_to(statistics, "sequential", value_basis="hadamard")
                 yield Calibrated(backend, sequence, "sequential, keys only", seconds), keys
+            if arguments.noise and backend == arguments.backends[0]:
+                moved = {layer: moved_by(entry, arguments.noise) for layer, entry in statistics.items()}
+                for rounding in arguments.roundings:
+                    one = Calibrated(f"{backend}, moved", sequence, rounding, seconds)
+                    yield one, fitted_to(moved, rounding)
+
+
+def fitted_to(
+    statistics: Mapping[int, LayerStatistics], rounding: str, **options: Any
+) -> dict[int, LayerRotation]:
+    """The rotations of the default basis of a rounding."""
+    settings = CalibrationConfig(rounding=rounding)
+    return {
+        layer: fit_layer_rotation(entry, settings.basis, per_head=True, damping=settings.damping, **options)
+        for layer, entry in statistics.items()
+    }
+
+
+def moved_by(entry: LayerStatistics, share: float) -> LayerStatistics:
+    """Covariances C of keys and queries as (1 + E) C (1 + E)ᵀ, E random of norm about `share`."""
+    generator = np.random.default_rng(0)
+    size = entry.key_mean.shape[1]
+    turn = np.eye(size) + generator.standard_normal((size, size)) * share / np.sqrt(size)
+    names = ("query_covariance", "coded_query_covariance", "key_covariance")
+    found = {name: getattr(entry, name) for name in names}
+    return dataclasses.replace(
+        entry, **{name: turn @ value @ turn.T for name, value in found.items() if value is not None}
+    )
 
 
 def calibrate_in_torch(
@@ -121,6 +147,8 @@ def rows_of(sets: list[Calibrated], results: list[StreamResult], contexts: list[
                         "text": label,
                         "positions": len(every),
                         "kl_mean": float(every.mean()),
+                        "kl_error": float(every.std() / len(every) ** 0.5),
+                        "kl_median": float(np.median(every)),
                         "kl_mean_second_half": float(every[half].mean()),
                         "kl_p99": float(np.quantile(every, 0.99)),
                         "top1": float(np.concatenate(top1).mean()),
@@ -130,17 +158,19 @@ def rows_of(sets: list[Calibrated], results: list[StreamResult], contexts: list[
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean KL of each set relative to the one of nearest rounding, and of Torch relative to JAX."""
-    by_key = {
-        (r["backend"], r["sequence"], r["rounding"], r["context"], r["text"]): r["kl_mean"] for r in rows
-    }
+    """Mean KL of each set relative to the one of nearest rounding, and to that of the first backend."""
+    by_key = {(r["backend"], r["sequence"], r["rounding"], r["context"], r["text"]): r for r in rows}
+    first = rows[0]["backend"]
     found = []
-    for (backend, sequence, rounding, context, text), kl in by_key.items():
+    for (backend, sequence, rounding, context, text), row in by_key.items():
         entry: dict[str, Any] = {}
         if rounding != "nearest":
-            entry["to_nearest"] = kl / by_key[backend, sequence, "nearest", context, text]
-        if backend == "torch" and ("jax", sequence, rounding, context, text) in by_key:
-            entry["torch_to_jax"] = kl / by_key["jax", sequence, rounding, context, text]
+            nearest = by_key[backend, sequence, "nearest", context, text]
+            entry["to_nearest"] = row["kl_mean"] / nearest["kl_mean"]
+        if backend != first:
+            other = by_key[first, sequence, rounding, context, text]
+            entry["to_first_backend"] = row["kl_mean"] / other["kl_mean"]
+            entry["medians"] = row["kl_median"] / other["kl_median"]
         if entry:
             place = {"backend": backend, "sequence": sequence, "rounding": rounding}
             found.append(place | {"context": context, "text": text} | entry)
@@ -158,26 +188,32 @@ def page_of(document: dict[str, Any]) -> str:
         "",
         f"Calibrated on {document['tokens']} tokens of {' and '.join(document['calibration_texts'])},",
         f"judged on {document['context']} tokens of each text, at every {document['every']}. position.",
-        "KL to the same model with a BF16 cache, nats; values quantized too.",
+        "KL to the same model with a BF16 cache, nats; values quantized too; late: second half of them.",
         "",
-        "| calibrated by | in sequences of | rounding | context | text | KL mean | 2nd half | p99 | top-1 |",
-        "| --- | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: |",
+        "| calibrated by | sequences | rounding | context | text | mean KL | median | late | p99 | top-1 |",
+        "| --- | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
         f"| {r['backend']} | {r['sequence']} | {r['rounding']} | {r['context']} | {r['text']} "
-        f"| {r['kl_mean']:.5f} | {r['kl_mean_second_half']:.5f} | {r['kl_p99']:.4f} | {r['top1']:.2%} |"
+        f"| {r['kl_mean']:.5f} ± {r['kl_error']:.5f} | {r['kl_median']:.5f} "
+        f"| {r['kl_mean_second_half']:.5f} | {r['kl_p99']:.4f} | {r['top1']:.2%} |"
         for r in document["rows"]
     ]
     lines += ["", "## Mean KL, relative", ""]
-    lines += ["| calibrated by | in sequences of | rounding | context | text | to nearest | Torch to JAX |"]
-    lines += ["| --- | ---: | --- | ---: | --- | ---: | ---: |"]
+    first = document["rows"][0]["backend"]
+    lines += [
+        f"| calibrated by | sequences of | rounding | context | text | to nearest | to {first} | medians |"
+    ]
+    lines += ["| --- | ---: | --- | ---: | --- | ---: | ---: | ---: |"]
     for r in document["ratios"]:
-        shares = [f"{r[name]:.3f}" if name in r else "" for name in ("to_nearest", "torch_to_jax")]
+        shares = [f"{r[name]:.3f}" if name in r else "" for name in RATIOS]
         lines.append(
             f"| {r['backend']} | {r['sequence']} | {r['rounding']} | {r['context']} | {r['text']} "
             f"| {' | '.join(shares)} |"
         )
     seconds = [f"{r['backend']} {r['sequence']}: {r['seconds']} s" for r in document["calibrations"]]
+    if document["noise"]:
+        lines += ["", f"moved: fitted to statistics that differ by a relative {document['noise']:g}."]
     lines += ["", f"Calibrations, compilation and loading included: {', '.join(seconds)}."]
     return "\n".join(lines) + "\n"
 
@@ -189,11 +225,12 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=("jax", "torch"), default=["jax"])
     parser.add_argument("--roundings", nargs="+", choices=fmt.ROUNDINGS, default=list(fmt.ROUNDINGS))
     parser.add_argument("--keys-only", action="store_true", help="also sequential keys with nearest values")
+    parser.add_argument("--noise", type=float, default=0.0, help="relative; also sets that should be as good")
     parser.add_argument("--sequences", type=int, nargs="+", default=[4096], help="lengths to calibrate in")
     parser.add_argument("--tokens", type=int, default=CalibrationConfig.tokens, help="to calibrate on")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each text that are judged")
     parser.add_argument("--every", type=int, default=2, help="judge every N-th position")
-    parser.add_argument("--subject", default="sequential-rounding", help="folder below --out")
+    parser.add_argument("--subject", nargs="+", default=["sequential-rounding"], help="folders below --out")
     parser.add_argument("--title", default="Nearest and sequential rounding")
     parser.add_argument("--out", type=pathlib.Path, help="the folder of recorded runs")
     arguments = parser.parse_args()
@@ -228,7 +265,12 @@ def main() -> None:
         "text_digests": {stream.label: stream.digest for stream in streams},
         "context": arguments.context,
         "every": arguments.every,
-        "calibrations": [dataclasses.asdict(one) for one in sets if one.rounding == "nearest"],
+        "noise": arguments.noise,
+        "calibrations": [
+            dataclasses.asdict(one)
+            for one in sets
+            if one.rounding == "nearest" and "moved" not in one.backend
+        ],
     }
     results: list[StreamResult] = []
     for stream in streams:
@@ -243,10 +285,11 @@ def main() -> None:
         document["ratios"] = ratios(document["rows"])
         if arguments.out:
             kind = "cpu" if device.platform == "cpu" else device.device_kind.split()[-1].lower()
-            folder = arguments.out / arguments.subject / f"{kind}-{document['created']}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "run.json").write_text(json.dumps(document, indent=1) + "\n")
-            (folder / "page.md").write_text(page_of(document))
+            for subject_name in arguments.subject:
+                folder = arguments.out / subject_name / f"{kind}-{document['created']}"
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "run.json").write_text(json.dumps(document, indent=1) + "\n")
+                (folder / "page.md").write_text(page_of(document))
     print(page_of(document))
 
 
@@ -254,7 +297,7 @@ def command_of(arguments: argparse.Namespace) -> str:
     """The command line without the folder of the model."""
     words = ["python scripts/compare_calibrations.py"]
     for name, value in vars(arguments).items():
-        if name in ("title", "out") or value in (None, False):
+        if name in ("title", "out") or value in (None, False, 0.0):
             continue
         value = pathlib.Path(value).name if name == "model" else value
         shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)

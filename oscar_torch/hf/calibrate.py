@@ -108,6 +108,10 @@ def calibrate(
         resume=_Resume(state_path, hashlib.sha256(run.encode()).hexdigest(), save_every),
     )
     header = _statistics_header(model, statistics, model_id, streams.combined_digest(found))
+    digests = [digest for stream in found for digest in stream.document_digests]
+    header = dataclasses.replace(
+        header, calibration_tokens=total, extra=header.extra | {"document_digests": digests}
+    )
     geometry = cache_config(model.config)
     seen = [
         observe_sequence(
@@ -148,7 +152,7 @@ def calibrate(
         "held_out_is_separate": fitted[-1] is not held_out[-1],
         "corpus_digest": header.corpus_digest,
         "statistics_version": statistics_file.STATISTICS_VERSION,
-        "document_digests": [d for stream in found for d in stream.document_digests],
+        "document_digests": digests,
     }
     save_report(result, folder, about)
     state_path.unlink(missing_ok=True)

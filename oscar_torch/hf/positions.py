@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 
-EVERY = 8  # queries at positions 7, 15, ... are a sample large enough for a covariance
+EVERY = 4  # queries at positions 3, 7, ...: neighbours are alike, and all would cost as much as attention
 _BLOCK = 128  # sampled queries at a time, or as many as have
-_SCORES = 1 << 23  # scores
+_SCORES, _SCORES_GPU = 1 << 23, 1 << 27  # scores: what a CPU caches, what keeps launches few
 
 
 def coded_share(
@@ -35,27 +35,29 @@ def coded_share(
     sample = range(first, tokens, EVERY)
     group = heads // key.shape[1]
     keys = key.float().permute(1, 2, 0)  # [K, D, T]
-    block = max(_BLOCK, _SCORES // (heads * tokens))
+    room = _SCORES if query.device.type == "cpu" else _SCORES_GPU
+    block = max(_BLOCK, room // (heads * tokens))
     for chosen in (sample[start : start + block] for start in range(0, len(sample), block)):
         positions = torch.arange(chosen.start, chosen.stop, EVERY, device=query.device)
         stored = torch.arange(chosen[-1] + 1, device=query.device)  # the last of them sees no more
-        queries = query[positions].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [K, G, t, D]
+        queries = query[positions].float() * softmax_scale
+        queries = queries.unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [K, G, t, D]
         scores = queries.flatten(1, 2) @ keys[..., : len(stored)]
-        scores = scores.reshape(heads, len(positions), len(stored)) * softmax_scale
+        scores = scores.reshape(heads, len(positions), len(stored))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         here = positions[:, None]
         hidden = stored > here
         if sliding_window is not None:
             hidden |= stored <= here - sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores += torch.zeros_like(scores[0]).masked_fill_(hidden, -torch.inf)  # once for all heads
         if sink_logits is not None:
             sinks = sink_logits.float()[:, None, None].expand(-1, len(positions), 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : len(stored)]
         pages = (here + 1 - geometry.sink_tokens - geometry.recent_tokens) // fmt.PAGE_TOKENS
         coded = (stored >= geometry.sink_tokens) & (stored < geometry.sink_tokens + pages * fmt.PAGE_TOKENS)
-        share[positions] = (weights * coded).sum(dim=-1).T
+        share[positions] = torch.einsum("nts,ts->tn", weights, coded.float())
     return share
 
 

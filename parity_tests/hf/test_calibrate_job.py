@@ -64,8 +64,9 @@ def test_one_call_writes_what_a_cache_takes(tmp_path):
     assert (header.model_id, header.basis, header.calibration_tokens) == (
         "org/tiny",
         "channel_balanced",
-        4 * 192,
+        4 * 256,
     )
+    assert len(header.extra["document_digests"]) == 1  # by them evaluate knows the text again
     assert header.extra["weights_fingerprint"] == model_fingerprint(model) and len(header.corpus_digest) > 8
     back = store.load_rotation_set(tmp_path / "out")  # the folder, as `oscar calibrate` names it
     assert back.header == header and not (tmp_path / "out" / calibrate.STATE_FILE).exists()
