@@ -172,6 +172,35 @@ def make_runner(model: LanguageModel, config: ModelConfig) -> Runner:
     return Runner(config, state, step, judge, functools.partial(nnx.merge, graph))
 
 
+def make_token_judge(runner: Runner) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Compiled judge(state, hidden [B, T, H], targets int32 [B, T]), each row with its own targets.
+
+    Returns negative log-likelihoods, float32 [B, T], and whether the target is the likeliest token, bool
+    [B, T]. T is a multiple of JUDGED_ROWS, or at most that.
+    """
+
+    @jax.jit
+    def judge(state, hidden, targets):
+        decoder = runner.merge(state)
+        batch, tokens, width = hidden.shape
+        at_a_time = min(JUDGED_ROWS, tokens)
+
+        def block(arguments):
+            rows, wanted = arguments
+            log_p = jax.nn.log_softmax(decoder.logits(rows).astype(jnp.float32), axis=-1)
+            found = jnp.take_along_axis(log_p, wanted[..., None], axis=-1)[..., 0]
+            return -found, jnp.argmax(log_p, axis=-1) == wanted
+
+        parts = (
+            hidden.reshape(batch, -1, at_a_time, width).swapaxes(0, 1),
+            targets.reshape(batch, -1, at_a_time).swapaxes(0, 1),
+        )
+        columns = jax.lax.map(block, parts)
+        return tuple(column.swapaxes(0, 1).reshape(batch, tokens) for column in columns)
+
+    return judge
+
+
 def attend_and_store(
     config: ModelConfig,
     layer: int,

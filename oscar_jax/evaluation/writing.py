@@ -19,7 +19,7 @@ from ..models.weights import host_array
 from ..quantize import round_to_bfloat16
 from .asking import read_text
 from .blockwise import StoredRows, attend_few, finish, write_rows
-from .stepper import JUDGED_ROWS, Method, ModelRows, Runner, padding_of, recipes_of, restore_rows
+from .stepper import Method, ModelRows, Runner, make_token_judge, padding_of, recipes_of, restore_rows
 
 BLOCK = fmt.PAGE_TOKENS  # tokens of one dispatch: those of a page, which is restored at its end
 
@@ -31,7 +31,7 @@ class Writer:
     runner: Runner
     first: Callable[..., jax.Array]
     write: Callable[..., tuple[jax.Array, jax.Array, ModelRows]]
-    judge: Callable[..., jax.Array]
+    judge: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def make_writer(runner: Runner) -> Writer:
@@ -39,9 +39,8 @@ def make_writer(runner: Runner) -> Writer:
 
     first(state, hidden [M, H]): the likeliest tokens int32 [M]. write(state, rows, tokens int32 [M], start,
     recipes): `tokens` stand at position `start`, a multiple of BLOCK; returns the BLOCK tokens from there on,
-    int32 [M, BLOCK], the one after them [M], and the rows (the old ones are consumed). judge(state, hidden
-    [M, T, H], targets int32 [M, T]): negative log-likelihoods float32 [M, T], T a multiple of JUDGED_ROWS.
-    End tokens are never chosen.
+    int32 [M, BLOCK], the one after them [M], and the rows (the old ones are consumed). judge: that of
+    `make_token_judge`. End tokens are never chosen.
     """
     config = runner.config
     ends = jnp.asarray(config.eos_token_ids, jnp.int32)
@@ -100,23 +99,7 @@ def make_writer(runner: Runner) -> Writer:
             rows[layer] = write_rows(rows[layer], start, key, value, restore_rows(key, value, methods))
         return written.T, tokens, rows
 
-    @jax.jit
-    def judge(state, hidden, targets):
-        decoder = runner.merge(state)
-        methods, tokens, width = hidden.shape
-
-        def block(arguments):
-            rows, wanted = arguments
-            log_p = jax.nn.log_softmax(decoder.logits(rows).astype(jnp.float32), axis=-1)
-            return -jnp.take_along_axis(log_p, wanted[..., None], axis=-1)[..., 0]
-
-        parts = (
-            hidden.reshape(methods, -1, JUDGED_ROWS, width).swapaxes(0, 1),
-            targets.reshape(methods, -1, JUDGED_ROWS).swapaxes(0, 1),
-        )
-        return jax.lax.map(block, parts).swapaxes(0, 1).reshape(methods, tokens)
-
-    return Writer(runner, first, write, judge)
+    return Writer(runner, first, write, make_token_judge(runner))
 
 
 def write_texts(
@@ -160,7 +143,7 @@ def write_texts(
             runner.state, block, len(prompt) + start, judged_rows, {}, count=BLOCK
         )
         before = jnp.concatenate([hidden, here[:, :-1]], axis=1)
-        likelihoods.append(host_array(writer.judge(runner.state, before, block)))
+        likelihoods.append(host_array(writer.judge(runner.state, before, block)[0]))
         hidden = here[:, -1:]
         on_tokens(BLOCK)
     return written, np.concatenate(likelihoods, axis=1)

@@ -1,9 +1,12 @@
-"""Tasks: what is planted, how answers count, and that methods answer and write as they do in decoding."""
+"""Tasks and scores: what is planted, how answers count, and that all is read and written as in decoding."""
 
+import importlib
 import json
 import random
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oscar_jax.cache import allocate_layer_cache, append_rows, attend
+from oscar_jax.cache import allocate_layer_cache, append_rows
+from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
 from oscar_jax.evaluation import asking, paged, task_job, task_report, tasks, writing
+from oscar_jax.evaluation import scorer as scorer_module
 from oscar_jax.evaluation.blockwise import StoredRows, attend_few, attend_rows, finish
+from oscar_jax.evaluation.scorer import Scorer
 from oscar_jax.evaluation.stepper import Method, Runner, make_runner
 from oscar_jax.evaluation.subject import load_subject
 from oscar_jax.evaluation.tasks import Question, TaskContext
@@ -24,20 +30,21 @@ from oscar_jax.layer_cache import LayerCache
 from oscar_jax.models.cached_attention import CachedAttention, allocate_model_cache
 from oscar_jax.rotations.bases import BASIS_VERSION
 from oscar_jax.rotations.rotation import RotationSet, hadamard_rotation
+from oscar_jax.rotations.store import save_rotation_set
 from parity_tests.models.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.hf
 PROMPT = np.random.default_rng(8).integers(97, 123, 384).astype(np.int32)  # one page of it is INT2
 METHODS = [
     Method("bf16", "bf16", {}, 16.0),
-    Method("int2", "int2", dict.fromkeys((0, 1), hadamard_rotation(2, 32)), 2.25),
+    Method("int2", "int2", {0: hadamard_rotation(2, 32)}, 2.25),
 ]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer model of random weights, whose tokens are bytes."""
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    """A one-layer model of random weights, whose tokens are bytes."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -125,17 +132,19 @@ def test_few_queries_see_what_many_see(window: int | None) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     one, two, three, four = (jax.random.normal(key, (2, 2, 1024, 32)) for key in keys[1:])
     key, value = one.astype(jnp.bfloat16), two.astype(jnp.bfloat16)
-    coded = StoredRows(key, value, three, four)
     options: dict[str, Any] = {"config": geometry, "softmax_scale": 0.2, "sliding_window": window}
-    for rows, places, apart in (
-        (coded, [639, 702, 703, 766, 640], 128),
-        (coded, [703], 0),
-        (StoredRows(key, value, None, None), [639, 702], 64),
-    ):
+    cases = [(StoredRows(key, value, three, four), [639, 702, 703, 766, 640], 128)]
+    if window is None:
+        cases += [(cases[0][0], [703], 0), (StoredRows(key, value, None, None), [639, 702], 64)]
+    for rows, places, apart in cases:
         query = jax.random.normal(keys[0], (2, len(places), 4, 32))
-        many = attend_rows(query, rows, jnp.asarray(places), 640, **options)
-        few = attend_few(query, rows, jnp.asarray(places), 640, apart=apart, **options)
-        np.testing.assert_allclose(finish(few), finish([many]), atol=2e-6)
+
+        @jax.jit
+        def both(query: jax.Array, rows: Any, places: jax.Array, apart: int = apart) -> Any:
+            many = [attend_rows(query, rows, places, 640, **options)]
+            return finish(many), finish(attend_few(query, rows, places, 640, apart=apart, **options))
+
+        np.testing.assert_allclose(*both(query, rows, jnp.asarray(places)), atol=2e-6)
 
 
 def test_answers_are_greedy_and_no_question_disturbs_another(runner: Runner, step: Any, read: Any) -> None:
@@ -161,44 +170,39 @@ def test_answers_are_greedy_and_no_question_disturbs_another(runner: Runner, ste
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_sequences_share_pages_and_go_on_alone(window: int | None) -> None:
-    """Three sequences that share a prefix get other rows each, and attend as copies of it would."""
+    """Sequences that share a prefix get other rows each, and hold afterwards what a copy of it would."""
     config = CacheConfig(2, 4, 32, window=window)
     rotation, generator = hadamard_rotation(2, 32), np.random.default_rng(1)
 
-    def rows(batch: int, tokens: int, heads: int = 2) -> jax.Array:
-        return jnp.asarray(generator.standard_normal((batch, tokens, heads, 32)), jnp.bfloat16)
-
-    def counts(batch: int, tokens: int) -> jax.Array:
-        return jnp.full(batch, tokens, jnp.int32)
+    def rows(batch: int) -> tuple[jax.Array, jax.Array]:
+        both = jnp.asarray(generator.standard_normal((2, batch, 139, 2, 32)), jnp.bfloat16)
+        return both[0], both[1]
 
     alone = allocate_layer_cache(config, 1, 1200, chunk=256)
-    for _ in range(3):
-        alone = append_rows(alone, rotation, rows(1, 250), rows(1, 250), counts(1, 250))
-    (shared,) = paged.share_pages([alone], 3, 140)
-    assert isinstance(shared, LayerCache) and shared.batch == 3
-    key, value, query = rows(3, 139), rows(3, 139), rows(3, 1, heads=4)
-    options: dict[str, Any] = {"softmax_scale": 0.2, "sliding_window": window}
-    more = append_rows(shared, rotation, key, value, counts(3, 139))
-    out, more = attend(query, key[:, :1], value[:, :1], more, rotation, new_lengths=counts(3, 1), **options)
-    assert (
-        more.lengths.tolist() == [890] * 3 and int(more.history_pages[0]) == int(alone.history_pages[0]) + 2
-    )
-    for sequence in range(3):
-        own, new = [a[sequence : sequence + 1] for a in (key, value, query)], counts(1, 1)
-        copy = append_rows(alone, rotation, own[0], own[1], counts(1, 139))
-        expected, _ = attend(own[2], own[0][:, :1], own[1][:, :1], copy, rotation, new_lengths=new, **options)
-        np.testing.assert_array_equal(out[sequence], expected[0])
+    for _ in range(5):
+        alone = append_rows(alone, rotation, *rows(1), jnp.asarray([139], jnp.int32))
+    (shared,) = paged.share_pages([alone], 2, 139)
+    assert isinstance(shared, LayerCache) and shared.batch == 2
+    new = rows(2)
+    shared = append_rows(shared, rotation, *new, jnp.asarray([139, 139], jnp.int32))
+    for sequence in range(2):
+        key, value = (part[sequence : sequence + 1] for part in new)
+        copy = append_rows(alone, rotation, key, value, jnp.asarray([139], jnp.int32))
+        pages = int(copy.history_pages[0])
+        assert int(shared.history_pages[sequence]) == pages == int(alone.history_pages[0]) + 3
+        first = 0 if window is None else pages - 5  # those that the window reaches
+        for names, table, places in (
+            (fmt.INT2_ARRAYS, "page_table", slice(first, pages)),
+            (fmt.WINDOW_ARRAYS, "window_table", slice(None)),
+        ):
+            mine, theirs = getattr(shared, table)[sequence, places], getattr(copy, table)[0, places]
+            for name in names:
+                np.testing.assert_array_equal(getattr(shared, name)[mine], getattr(copy, name)[theirs])
 
 
 def test_the_real_cache_answers_as_it_would_one_question(path: Path, step: Any) -> None:
     """Two questions on shared pages, against single tokens from the same caches."""
-    config = load_subject(path).config
-    header = RotationHeader(
-        model_id=config.model_id, layers=(0, 1), num_query_heads=4, num_key_value_heads=2, head_dim=32,
-        rope="half", basis="hadamard", basis_version=BASIS_VERSION,
-    )  # fmt: skip
-    fitted = RotationSet(header, dict(METHODS[1].rotations))
-    reader = paged.Paged(load_subject(path), fitted)
+    reader = paged.Paged(load_subject(path), fitted_set(load_subject(path).config))
     asked = [encode("\nWhat is it? It is"), encode("\nWhere?")]
     caches = reader._answering([PROMPT.tolist()], 1, capacity=500).caches
     for question, answer in zip(asked, reader.answer(PROMPT, asked, 5, capacity=500)):
@@ -208,8 +212,9 @@ def test_the_real_cache_answers_as_it_would_one_question(path: Path, step: Any) 
         for token in answer:
             assert int(log_p.argmax()) == token
             log_p, mine = step(jnp.int32(token), mine)
-    written = reader.write(PROMPT, 9, capacity=500)
-    assert written.shape == (9,) and 257 not in written
+    rows = jnp.ones((1, 64))
+    endless, ended = paged._Endless(load_subject(path).model, [257]).logits(rows), load_subject(path).model
+    assert endless[0, 257] == -jnp.inf and (endless == ended.logits(rows)).sum() == 271
     with pytest.raises(ConfigError, match="'int2:cache' needs --rotations"):
         paged.Paged(load_subject(path), None)
 
@@ -241,9 +246,8 @@ def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, ste
         writing.write_texts(writer, METHODS, PROMPT[:100], 64, capacity=512, chunk=64)
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_it_stopped(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run asks only what the first did not reach; other settings are refused by name."""
-    path = write_tiny_model(tmp_path / "model", num_hidden_layers=1)
     options: dict[str, Any] = {
         "lengths": (512,), "tasks": ("single", "writing"), "methods": ("bf16", "hadamard"), "trials": 2,
         "questions": 1, "new_tokens": 64, "chunk": 128,
@@ -254,7 +258,9 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         saved(*arguments)
         raise KeyboardInterrupt
 
+    scores = {"bf16": 1.0, "hadamard": 0.0}
     with monkeypatch.context() as patch:
+        patch.setattr(task_job, "_answer", lambda *_: [{"task": "single", "scores": scores}])
         patch.setattr(task_job, "save_tasks", stop)
         with pytest.raises(KeyboardInterrupt):
             task_job.evaluate_tasks(path, [], tmp_path, **options)
@@ -278,3 +284,134 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert task_report.mean_accuracy(document, 512, "bf16") == row["accuracy"]["bf16"]
     with pytest.raises(ConfigError, match=r"other settings \(seed\): --restart"):
         task_job.evaluate_tasks(path, [], tmp_path, **options, seed=1)
+
+
+def fitted_set(config: Any) -> RotationSet:
+    header = RotationHeader(
+        model_id=config.model_id, layers=(0,), num_query_heads=4, num_key_value_heads=2, head_dim=32,
+        rope="half", basis="hadamard", basis_version=BASIS_VERSION,
+    )  # fmt: skip
+    return RotationSet(header, dict(METHODS[1].rotations))
+
+
+def test_likelihoods_and_continuations_are_those_of_decoding(
+    path: Path, tmp_path: Path, runner: Runner, step: Any
+) -> None:
+    """Whole texts in one chunk, a shorter one beside them, against single tokens through the real cache."""
+    subject = load_subject(path)
+    save_rotation_set(fitted_set(subject.config), tmp_path / "set")
+    scorer = Scorer(subject, method="int2", rotations=tmp_path / "set", batch=4, max_length=600)
+    context, continuation = bytes(PROMPT.tolist()).decode() + " ", "and so on"
+    tokens = [256, *subject.encode(context + continuation)]
+    caches: Any = allocate_model_cache(runner.config, 1, 576, kind="int2")
+    losses, greedy = [], []
+    for token, following in zip(tokens, [*tokens[1:], None]):
+        log_p, caches = step(jnp.int32(token), caches)
+        if following is not None:
+            losses.append(float(log_p[following]))
+            greedy.append(int(log_p.argmax()) == following)
+    likeliest = scorer_module._Scored([*tokens, int(log_p.argmax())], 1)
+    parts = [scorer._joined(*pair) for pair in (("a", "b"), (context, continuation), ("", "ab"))]
+    short, long, bare, best = scorer._score([*parts, likeliest])
+    # The space belongs to the continuation, as tokens are cut.
+    assert long[0] == pytest.approx(sum(losses[-10:]), abs=2e-3) and long[1] == all(greedy[-10:])
+    assert best[1] and best[0] == pytest.approx(float(log_p.max()), abs=2e-3)
+    a, b = subject.encode("ab")
+    early: Any = allocate_model_cache(runner.config, 1, 576, kind="int2")
+    first, early = step(jnp.int32(256), early)
+    second, _ = step(jnp.int32(a), early)
+    assert short[0] == pytest.approx(float(second[b]), abs=2e-3)
+    assert bare[0] == pytest.approx(float(first[a] + second[b]), abs=2e-3)
+    assert 0 < scorer.int2_share < 0.25  # one page of 64 at most of the scored positions
+    rolled, again = scorer.loglikelihood_rolling([context + continuation, "ab"])
+    assert rolled == pytest.approx(sum(losses), abs=0.02) and again == pytest.approx(bare[0], abs=1e-4)
+
+    asked = [context + continuation, "a"]
+    made = scorer.generate_until([(prompt, {"until": [], "max_gen_toks": 5}) for prompt in asked])
+    text = []
+    for _ in range(5):
+        text.append(int(log_p.argmax()))
+        log_p, caches = step(jnp.int32(text[-1]), caches)
+    assert made[0] == subject.decode(text)
+    stop = {"until": made[0][2], "max_gen_toks": 5}
+    assert scorer.generate_until([(prompt, stop) for prompt in asked])[0] == made[0].split(made[0][2])[0]
+
+
+def test_requests_and_arguments_that_cannot_be_served_are_refused(path: Path) -> None:
+    """By name, with what is allowed."""
+    scorer = Scorer(path, method="hadamard", max_length=600)
+    for call, message in (
+        (lambda: scorer.generate_until([("a", {"num_beams": 2})]), "'num_beams', allowed: do_sample"),
+        (lambda: scorer.generate_until([("a", {"max_gen_toks": 600})]), "max_gen_toks = 600"),
+        (lambda: scorer.generate_until([("a", {})]), "'hadamard' has no cache"),
+        (lambda: scorer.loglikelihood([("a", "")]), "a continuation of 0 tokens"),
+        (lambda: Scorer(path, method="int2"), "needs --rotations"),
+        (lambda: Scorer(path, method="bf16", batch=0), "batch = 0"),
+        (lambda: Scorer(path, method="bf16", max_length=5000), "4096 positions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+def test_long_texts_are_scored_in_windows_each_token_once() -> None:
+    """Those of lm-evaluation-harness: full windows, the last one with as much before it as fits."""
+    found = list(scorer_module._windows(list(range(10)), 99, 4))
+    assert [window.tokens for window in found] == [[99, 0, 1, 2, 3], [3, 4, 5, 6, 7], [5, 6, 7, 8, 9]]
+    assert [window.scored for window in found] == [4, 4, 2]
+
+
+def test_the_harness_is_answered_request_by_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The class that lm-evaluation-harness finds as `oscar`, on a base that stands for the harness's own."""
+    registered: dict[str, Any] = {}
+    kept: list[Any] = []
+
+    class LM:
+        def __init__(self) -> None:
+            self.cache_hook = SimpleNamespace(add_partial=lambda *partial: kept.append(partial))
+
+    def register_model(name: str) -> Any:
+        return lambda cls: registered.setdefault(name, cls)
+
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, "lm_eval.api", ModuleType("lm_eval.api"))
+    for name, content in (("model", LM), ("registry", register_model)):
+        module: Any = ModuleType(f"lm_eval.api.{name}")
+        setattr(module, content.__name__, content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "oscar_jax.evaluation.harness", raising=False)
+    harness = importlib.import_module("oscar_jax.evaluation.harness")
+    made: list[Any] = []
+
+    class Asked:
+        int2_share, method = 0.25, METHODS[1]
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append((arguments, options))
+
+        def loglikelihood(self, pairs: Any) -> Any:
+            return [(float(len(context)), True) for context, _ in pairs]
+
+        def loglikelihood_rolling(self, texts: Any) -> Any:
+            return [float(len(text)) for text in texts]
+
+        def generate_until(self, requests: Any) -> Any:
+            return [prompt + options["until"] for prompt, options in requests]
+
+    monkeypatch.setattr(harness, "Scorer", Asked)
+    model = registered["oscar"]("m.gguf", rotations="r", batch_size="auto", device="cuda:0")
+    assert made[0][0] == ("m.gguf",) and made[0][1]["batch"] == 8 and made[0][1]["method"] == "int2"
+
+    def requests(*arguments: Any) -> list[Any]:
+        return [SimpleNamespace(args=found) for found in arguments]
+
+    assert model.loglikelihood(requests(("ab", "c"), ("a", "c"))) == [(2.0, True), (1.0, True)]
+    assert model.loglikelihood_rolling(requests(("abc",))) == [3.0]
+    assert model.generate_until(requests(("a", {"until": "."}))) == ["a."]
+    assert [name for name, _, _ in kept] == ["loglikelihood"] * 2 + [
+        "loglikelihood_rolling",
+        "generate_until",
+    ]
+    assert "only 25 % of the tokens" in caplog.text
+    monkeypatch.delitem(sys.modules, "oscar_jax.evaluation.harness")
