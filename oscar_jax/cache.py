@@ -147,8 +147,8 @@ def attend[Cache: LayerCache | DenseCache](
     exactly, to itself. `softcap` is that of `attention.decode_attention`. Raises what `append_rows` raises,
     before anything runs.
 
-    Under jit nobody can refuse a sequence that outgrows its tables: its rows are dropped, from then on its
-    output is NaN, the other sequences stay right, and `overflowed` tells which.
+    Under jit nobody can refuse a sequence that outgrows its tables, or claims other than 0..T rows: its rows
+    are dropped, from then on its output is NaN, the other sequences stay right, and `overflowed` tells which.
     """
     check_query(query, cache, rotation, sink_logits, softmax_scale, sliding_window, softcap)
     check_chunk(query, key, value, cache, new_lengths)
@@ -266,7 +266,8 @@ def _append(
 def overflowed(cache: LayerCache | DenseCache) -> jax.Array:
     """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
 
-    Only where nothing checks the capacity: under jit, or with check=False. Their length stays capacity + 1.
+    Only where nothing checks: under jit, or with check=False. Their length stays capacity + 1, as that of
+    sequences whose `new_lengths` were negative or more than the rows given.
     """
     return outgrown(cache)
 
@@ -276,10 +277,11 @@ def _lengths_after(
 ) -> tuple[jax.Array, jax.Array]:
     """How many of `tokens` rows are stored, and the lengths then, int32 [B] each.
 
-    A sequence that would outgrow its tables stores nothing and is marked: its length is capacity + 1.
+    A sequence that would outgrow its tables, or claims other than 0..tokens rows, stores nothing and is
+    marked: its length is capacity + 1.
     """
     lost = outgrown(cache, new_lengths, tokens)
-    new_lengths = jnp.where(lost, 0, jnp.clip(new_lengths, 0, tokens))
+    new_lengths = jnp.where(lost, 0, new_lengths)
     return new_lengths, jnp.where(lost, cache.capacity + 1, cache.lengths + new_lengths)
 
 

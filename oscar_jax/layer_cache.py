@@ -9,7 +9,6 @@ import math
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .core import cache_format as fmt
@@ -125,11 +124,14 @@ def recent_slot(page: Any, config: CacheConfig) -> Any:
 def outgrown(
     cache: LayerCache | DenseCache, new_lengths: jax.Array | None = None, tokens: int = 0
 ) -> jax.Array:
-    """Which sequences are longer than their tables, also with new_lengths of `tokens` more rows: bool [B]."""
-    lengths = cache.lengths
-    if new_lengths is not None:
-        lengths = lengths + jnp.clip(new_lengths, 0, tokens)
-    return lengths > cache.capacity
+    """Which sequences are longer than their tables, also with new_lengths of `tokens` more rows: bool [B].
+
+    So is one that claims another number of rows than 0..tokens: what it was to store is not known.
+    """
+    if new_lengths is None:
+        return cache.lengths > cache.capacity
+    wrong = (new_lengths < 0) | (new_lengths > tokens)
+    return wrong | (cache.lengths > cache.capacity - new_lengths)
 
 
 def check_query(

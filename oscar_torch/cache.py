@@ -250,7 +250,8 @@ def _append(
 def overflowed(cache: LayerCache | DenseCache) -> Tensor:
     """Which sequences have outgrown their tables, bool [B]: rows of theirs are lost, and their output is NaN.
 
-    Only where nothing checks the capacity, that is with check=False. Their length stays capacity + 1.
+    Only where nothing checks, that is with check=False. Their length stays capacity + 1; so does that of
+    sequences whose `new_lengths` were negative or more than the rows given.
     """
     return outgrown(cache)
 
@@ -258,10 +259,11 @@ def overflowed(cache: LayerCache | DenseCache) -> Tensor:
 def _lengths_after(cache: LayerCache | DenseCache, new_lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """How many of `tokens` rows are stored, and the lengths then, int32 [B] each.
 
-    A sequence that would outgrow its tables stores nothing and is marked: its length is capacity + 1.
+    A sequence that would outgrow its tables, or claims other than 0..tokens rows, stores nothing and is
+    marked: its length is capacity + 1.
     """
     lost = outgrown(cache, new_lengths, tokens)
-    new_lengths = torch.where(lost, 0, new_lengths.clamp(0, tokens))
+    new_lengths = torch.where(lost, 0, new_lengths)
     return new_lengths, torch.where(lost, cache.capacity + 1, cache.lengths + new_lengths)
 
 

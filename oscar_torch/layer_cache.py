@@ -135,11 +135,14 @@ def recent_slot(page: Any, config: CacheConfig) -> Any:
 
 
 def outgrown(cache: LayerCache | DenseCache, new_lengths: Tensor | None = None, tokens: int = 0) -> Tensor:
-    """Which sequences are longer than their tables, also with new_lengths of `tokens` more rows: bool [B]."""
-    lengths = cache.lengths
-    if new_lengths is not None:
-        lengths = lengths + new_lengths.clamp(0, tokens)
-    return lengths > cache.capacity
+    """Which sequences are longer than their tables, also with new_lengths of `tokens` more rows: bool [B].
+
+    So is one that claims another number of rows than 0..tokens: what it was to store is not known.
+    """
+    if new_lengths is None:
+        return cache.lengths > cache.capacity
+    wrong = (new_lengths < 0) | (new_lengths > tokens)
+    return wrong | (cache.lengths > cache.capacity - new_lengths)
 
 
 def check_query(

@@ -1,5 +1,6 @@
-"""Past the capacity where nobody checks: every append stores nothing of that sequence and marks it, every
-attention kernel makes its output NaN, and the sequences beside it notice nothing (52)."""
+"""Past the capacity, or with numbers of new rows that cannot be, where nobody checks: every append stores
+nothing of that sequence and marks it, every attention kernel makes its output NaN, and its neighbours notice
+nothing (52)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def test_attention_of_lost_rows_is_nan(kernel: Kernel, case: Case) -> None:
     assert np.isnan(lost[0]).all()
     live = problem.live()[1]
     assert (lost[1][live] == got[1][live]).all(), "the sequence beside it"
+    for claimed in (-1, case.tokens + 1) if case.tokens else ():
+        wrong = dataclasses.replace(
+            problem, new_lengths=np.array([claimed, *problem.new_lengths[1:]], np.int32)
+        )
+        lost = kernel.run(wrong)
+        assert np.isnan(lost[0]).all(), claimed
+        assert (lost[1][live] == got[1][live]).all(), "the sequence beside it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +150,7 @@ def test_append_past_the_capacity_stores_nothing_and_marks(append: Append, token
     before, after = append.run(tokens, [0, 0, 0])
     assert all((before[name] == after[name]).all() for name in before)
     assert after["lost"].tolist() == [False, False, True]
+    for claimed in (-1, tokens + 1):
+        before, after = append.run(tokens, [0, claimed, 0])
+        assert all((before[name] == after[name]).all() for name in before if name != "lengths"), claimed
+        assert after["lengths"].tolist() == [447, 448, 448] and after["lost"].tolist() == [False, True, True]

@@ -84,13 +84,13 @@ def _append(block: Any, shape: AppendShape, refs: dict, kind: str, sequence: Any
     own_word = m.thread.min(row_words - 1)
     row = m.pointer(refs[kind]).at(sequence * heads + head, 2 * head_dim).at(own_word, 4)
     row = m.load_global(row)
-    new = m.load_global(m.pointer(refs["new_lengths"]).at(sequence, 4))[0].max(0).min(1)
+    new = m.load_global(m.pointer(refs["new_lengths"]).at(sequence, 4))[0]
     at_length, at_history = (m.pointer(refs[name]).at(sequence, 4) for name in ("lengths", "history_pages"))
     length = m.load_changing(at_length) & ((1 << LENGTH_BITS) - 1)
     before = m.load_changing(at_history)
     kept = (shape.sink_pages + shape.recent_slots - 1) * PAGE  # tokens that stay BF16
     past = (shape.sink_pages + shape.recent_slots + shape.table_pages) * PAGE  # a length beyond the tables
-    lost = (length + new).ge(past)
+    lost = (length + new).ge(past) | new.lt(0) | new.ge(2)
     new = m.select(lost, m.Int(0), new)
     due = (length + new - kept).sar(fmt.PAGE_TOKENS_LOG2)
     after = m.select(new.eq(1), before.max(due), before)

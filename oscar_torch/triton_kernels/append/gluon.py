@@ -59,11 +59,12 @@ def _append_role(
     length, last_length = _take(lengths_ptr + sequence, shift)
     history, last_history = _take(history_ptr + sequence, shift)
 
-    # Nothing is written where the tables have no room: the length says so from then on, capacity + 1.
+    # Nothing is written where the tables have no room, or more or less than a row is claimed: the length says
+    # so from then on, capacity + 1.
     due = (length + 1) // PAGE - (window_slots - 1)
     past = (stride_table + window_slots) * PAGE
-    stores = (new > 0) & (length + 1 < past) & (history <= stride_table)
-    length_after = gl.where(new > 0, gl.where(stores, length + 1, past), length)
+    stores = (new == 1) & (length + 1 < past) & (history <= stride_table)
+    length_after = gl.where(new != 0, gl.where(stores, length + 1, past), length)
     gl.store(lengths_ptr + sequence, length_after, mask=last_length)
     gl.store(history_ptr + sequence, gl.maximum(history, gl.where(stores, due, 0)), mask=last_history)
 

@@ -158,18 +158,19 @@ def _append_kernel(
     table_mask = live[:, None] & (slot < SINK_PAGES + RECENT_SLOTS)[None, :]
     table_ptr = window_table_ptr + sequence[:, None] * (SINK_PAGES + RECENT_SLOTS) + slot[None, :]
     table = tl.load(table_ptr, mask=table_mask, other=0)
-    new = tl.minimum(tl.load(new_lengths_ptr + sequence, mask=live, other=0), 1)
+    new = tl.load(new_lengths_ptr + sequence, mask=live, other=0)
     is_length = tl.arange(0, 2)[None, :] == 0
     count_ptrs = tl.where(is_length, lengths_ptr + sequence[:, None], history_ptr + sequence[:, None])
     count_mask = live[:, None] & (tl.arange(0, 2) >= 0)[None, :]
     counts, is_last = _take(count_ptrs, count_mask, shift)
     length, history = tl.split(counts)
 
-    # Nothing is written where the tables have no room: the length says so from then on, capacity + 1.
+    # Nothing is written where the tables have no room, or more or less than a row is claimed: the length says
+    # so from then on, capacity + 1.
     due = (length + 1) // PAGE - (SINK_PAGES + RECENT_SLOTS - 1)
     past = (stride_table + SINK_PAGES + RECENT_SLOTS) * PAGE
-    stores = live & (new > 0) & (length + 1 < past) & (history <= stride_table)
-    length_after = tl.where(new > 0, tl.where(stores, length + 1, past), length)
+    stores = live & (new == 1) & (length + 1 < past) & (history <= stride_table)
+    length_after = tl.where(new != 0, tl.where(stores, length + 1, past), length)
     history_after = tl.maximum(history, tl.where(stores, due, 0))
     tl.store(count_ptrs, tl.join(length_after, history_after), mask=count_mask & is_last)
 

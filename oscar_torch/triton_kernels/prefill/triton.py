@@ -381,7 +381,8 @@ def _chunk_kernel(
     live = step < tokens
     length = tl.load(lengths_ptr + b)
     history = tl.load(history_ptr + b)
-    new_length = tl.minimum(tl.maximum(tl.load(new_lengths_ptr + b), 0), tokens)
+    claimed = tl.load(new_lengths_ptr + b)
+    new_length = tl.minimum(tl.maximum(claimed, 0), tokens)
     position = length + step
     oldest = position - sliding_window + 1 if SLIDING else position * 0
     channels = tl.arange(0, DP)
@@ -464,7 +465,7 @@ def _chunk_kernel(
         acc = acc * alpha[:, None]
         l = l * alpha + tl.exp2(sink - m_new)
     out = acc / tl.where(l > 0, l, 1.0)[:, None]
-    fits = length + new_length < (stride_table + SINK_PAGES + RECENT_SLOTS) * PAGE
+    fits = (claimed == new_length) & (length + claimed < (stride_table + SINK_PAGES + RECENT_SLOTS) * PAGE)
     out = tl.where(fits, out, float("nan"))  # else rows of the sequence are lost
     tl.store(out_rows + channels[None, :], out, mask=row_mask)
 
