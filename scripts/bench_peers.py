@@ -300,7 +300,7 @@ def save_plot(path: pathlib.Path, record: Mapping[str, Any]) -> None:
         )
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
     axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     axis.set_xlabel("cache of the quantized layers, MB (smaller is better)")

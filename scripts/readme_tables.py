@@ -23,6 +23,7 @@ PAGES = ("README.md", "results/README.md", "parity_tests/README.md", "docs/vllm.
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
+PEERS = "peers-gemma3-270m-1536/cpu-2026-12-01"
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
 STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
 ENGINE = "vllm/h200-2026-12-01"
@@ -36,6 +37,20 @@ METHODS = {  # name in the run -> name in the table
     "published": "published OSCAR recipe",
     "hadamard": "Hadamard, asymmetric",
     "naive": "no rotation, asymmetric",
+}
+PEER_METHODS = {
+    "bf16": "BF16",
+    "fp8": "FP8",
+    "hqq:4": "HQQ, 4 bits",
+    "hqq:2": "HQQ, 2 bits",
+    "quanto:4": "quanto, 4 bits",
+    "quanto:2": "quanto, 2 bits",
+    "kivi": "KIVI's codes, simulated",
+    "hadamard": "Hadamard, simulated",
+    "published": "published OSCAR recipe, simulated",
+    "published:centered": "the same with fixed key means",
+    "int2": "**OscarCache**, nearest",
+    "int2:sequential": "**OscarCache**, sequential",
 }
 SPEED_CASES = ((8, 102_400), (1, 102_400), (32, 32_768), (8, 4096))
 
@@ -71,6 +86,26 @@ def quality() -> str:
         for title, row in ((title, methods[name]) for name, title in METHODS.items())
     ]
     return table(["method", "bits", "perplexity", "KL, first 16K", "KL past 16K", "same top token"], rows)
+
+
+def peers() -> str:
+    """What other caches cost on the same texts: bits and bytes as stored, KL to BF16, equal first choices."""
+    record = load(PEERS)
+    settings, methods = record["settings"], {row["method"]: row for row in record["rows"]}
+    rows = [
+        [
+            title,
+            short(row["bits_per_number"]),
+            f"{methods['bf16']['cache_bytes'] / row['cache_bytes']:.1f} ×",
+            short(row["kl"]),
+            f"{row['top1']:.1%}",
+            short(row["perplexity"]),
+        ]
+        for title, row in ((title, methods[name]) for name, title in PEER_METHODS.items() if name in methods)
+    ]
+    titles = ["cache", "bits", "smaller", "KL to BF16", "same top token", "perplexity"]
+    text = f"{settings['model']}, {settings['context']:,} tokens ([run](../results/{PEERS}/page.md)):\n\n"
+    return text + table(titles, rows)
 
 
 def size() -> str:
@@ -210,6 +245,7 @@ def runs() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
+    "peers": peers,
     "size": size,
     "equality": equality,
     "speed": speed,
