@@ -120,7 +120,8 @@ class Family:
     `fields` are those that hold whatever the file says. `names` maps module names inside a layer, as the
     decoder has them, to the checkpoint's; `gguf_names` names inside a GGUF block to the decoder's, of modules
     or, with the suffix, of single tensors.
-    `adapt` turns the checkpoint's tensors into the ones the decoder has (fused projections, experts).
+    `adapt` turns the checkpoint's tensors into the ones the decoder has (fused projections, experts), after
+    `adapt_gguf` has turned a GGUF file's into a checkpoint's.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Family:
     without_effect: tuple[str, ...] = ()  # keys that transformers has for the family and does not use
     gguf_interleaves_rope: bool = False  # llama.cpp stores query and key rows in interleaved rope order
     adapt: Callable[[TensorSource, Any], TensorSource] = _unchanged  # (source, ModelConfig)
+    adapt_gguf: Callable[[TensorSource, Any], TensorSource] = _unchanged
 
     def tensor_name(self, name: str) -> str:
         """The checkpoint's name of a decoder tensor, such as "layers.0.mlp.up_proj.weight"."""

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ..core.errors import CheckpointError
 from .family import LazyTensor, TensorSource
 
+Computation = Callable[[np.ndarray], np.ndarray]
 Rows = int | np.ndarray  # the next so many rows, or the indices of some
 
 
@@ -89,6 +90,29 @@ def stack_experts(source: TensorSource) -> TensorSource:
             return np.stack([source.load(members[name][expert])[rest] for expert in experts])
 
         return LazyTensor(shapes[name], read)
+
+    return dataclasses.replace(source, shapes=shapes, load=load)
+
+
+def computed(
+    source: TensorSource,
+    parts: Mapping[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Computation]],
+) -> TensorSource:
+    """A source in which tensors, by the end of their name, are computed from the stored ones.
+
+    `parts` gives the shape that follows from the stored one, and the computation, on the whole tensor.
+    """
+    found = {name: part for name in source.shapes for end, part in parts.items() if name.endswith(f".{end}")}
+    shapes = {
+        name: found[name][0](tuple(shape)) if name in found else shape
+        for name, shape in source.shapes.items()
+    }
+
+    def load(name: str) -> np.ndarray | LazyTensor:
+        if name not in found:
+            return source.load(name)
+        compute = found[name][1]
+        return LazyTensor(shapes[name], lambda index: compute(np.asarray(source.load(name)))[index])
 
     return dataclasses.replace(source, shapes=shapes, load=load)
 

@@ -22,13 +22,26 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GROUPS_OF_THREE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _SINGLE_DIGITS = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_MARKS_IN_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2, _DIGITS_THEN_GPT2 = "gpt2", "digits, then gpt2"
 _PRE_TOKENIZERS = {
     "llama-bpe": _GROUPS_OF_THREE,
     "llama3": _GROUPS_OF_THREE,
     "glm4": _GROUPS_OF_THREE,
     "chatglm-bpe": _GROUPS_OF_THREE,
+    "dbrx": _GROUPS_OF_THREE,  # Phi 4, OLMo 2
+    "gpt-4o": _BY_CASE,  # gpt-oss, Phi 4 mini
     "qwen2": _SINGLE_DIGITS,
+    "qwen35": _MARKS_IN_WORDS,
     "gpt-2": _GPT2,
     "olmo": _GPT2,
     "smollm": _DIGITS_THEN_GPT2,

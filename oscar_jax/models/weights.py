@@ -219,7 +219,7 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> TensorSource:
 
         return LazyTensor(shapes[name], read)
 
-    return TensorSource(shapes, load, norms_include_one=True)
+    return family.adapt_gguf(TensorSource(shapes, load, norms_include_one=True), config)
 
 
 def build_model(
@@ -312,6 +312,8 @@ def _hf_name(name: str, family: Family) -> str:
         return family.tensor_name(f"{_GGUF_TOP[stem]}.{suffix}")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     words = {**_GGUF_LAYER, **family.gguf_names}
+    if (bare := re.fullmatch(r"blk\.(\d+)\.(\w+)", name)) and bare[2] in words:
+        return family.tensor_name(f"layers.{bare[1]}.{words[bare[2]]}")
     if match and (tensor := words.get(f"{match[2]}.{suffix}")):
         return family.tensor_name(f"layers.{match[1]}.{tensor}")
     if match and match[2] in words:

@@ -336,6 +336,8 @@ def vocabulary() -> dict[str, Any]:
     [
         ("llama-bpe", ["12", "3"]),
         ("qwen2", ["1", "2", "3"]),
+        ("qwen35", ["1", "2", "3"]),
+        ("gpt-4o", ["12", "3"]),
         ("smollm", ["1", "2", "3"]),
         ("gpt-2", ["12", "3"]),
     ],
@@ -345,6 +347,22 @@ def test_the_files_rule_cuts_numbers(pre: str, pieces: list[str]) -> None:
     tokenizer = byte_level_tokenizer(vocabulary() | {"tokenizer.ggml.pre": pre})
     assert tokenizer.tokenize("123") == pieces
     assert tokenizer.decode(tokenizer.encode("né 12<bos>3", add_special_tokens=False)) == "né 12<bos>3"
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("qwen2", "vie\u0302n", ["vie", "\u0302n"]),
+        ("qwen35", "vie\u0302n 12", ["vie\u0302n", " ", "1", "2"]),
+        ("dbrx", "HelloWorld's 1234", ["HelloWorld", "'s", " ", "123", "4"]),
+        ("gpt-4o", "HelloWorld's 1234 a/\n/b", ["Hello", "World's", " ", "123", "4", " a", "/\n/", "b"]),
+    ],
+)
+def test_the_files_rule_cuts_words(pre: str, text: str, words: list[str]) -> None:
+    """Marks belong to words or not, capitals begin one or not: as in the published tokenizers."""
+    tokenizer = byte_level_tokenizer(vocabulary() | {"tokenizer.ggml.pre": pre})
+    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[first:last] for _, (first, last) in cut] == words
 
 
 @pytest.mark.parametrize("pre", ["gpt-5", None])

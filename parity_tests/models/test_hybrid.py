@@ -31,7 +31,7 @@ from oscar_jax.rotations.rotation import hadamard_rotation
 
 from . import test_families
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("fast_compilation")]
 
 TOKENS = np.random.default_rng(5).integers(0, test_families.VOCABULARY, 700).tolist()
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

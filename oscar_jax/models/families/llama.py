@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and the many checkpoints that call themselves one."""
+"""Llama 1 to 3.x, SmolLM 1 and 2, and all that call themselves Llama: the plain decoder."""
 
 from ..family import Family, Fields, Settings
 

@@ -1,9 +1,18 @@
 """Qwen 1.5 and 2 mixtures of experts (A2.7B, 57B-A14B): a shared MLP behind a gate beside the routed ones."""
 
+from typing import Any
+
 from ..experts import ExpertsConfig
-from ..family import Family, Fields, Settings
-from ..tensors import stack_experts
+from ..family import Family, Fields, Settings, TensorSource
+from ..tensors import computed, stack_experts
 from .qwen3_moe import GGUF_EXPERTS, read_experts
+
+GGUF_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 
 
 def read_hf(settings: Settings, fields: Fields) -> Fields:
@@ -34,6 +43,14 @@ def read_gguf(settings: Settings, fields: Fields) -> Fields:
     }
 
 
+def shared_gate_of_gguf(source: TensorSource, config: Any) -> TensorSource:
+    """Older converters drop the first axis, of length one, of the shared expert's gate."""
+    return computed(
+        source,
+        {"mlp.shared_expert_gate.weight": (lambda shape: (1, shape[-1]), lambda gate: gate.reshape(1, -1))},
+    )
+
+
 FAMILY = Family(
     name="qwen2_moe",
     model_types=("qwen2_moe",),
@@ -59,12 +76,7 @@ FAMILY = Family(
     read_hf=read_hf,
     read_gguf=read_gguf,
     names={"pre_feedforward_layernorm": "post_attention_layernorm", "mlp.router": "mlp.gate"},
-    gguf_names={
-        **GGUF_EXPERTS,
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
+    gguf_names={**GGUF_EXPERTS, **GGUF_SHARED_EXPERT},
     adapt=lambda source, config: stack_experts(source),
+    adapt_gguf=shared_gate_of_gguf,
 )

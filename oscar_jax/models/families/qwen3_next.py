@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import ConfigError
+from ..experts import ExpertsConfig
 from ..family import Family, Fields, Settings, TensorSource
 from ..linear_attention import LinearAttentionConfig
-from ..tensors import split, stack_experts
-from .qwen3_moe import read_experts
+from ..tensors import computed, split, stack_experts
+from .qwen2_moe import GGUF_SHARED_EXPERT, shared_gate_of_gguf
+from .qwen3_moe import GGUF_EXPERTS, read_experts
 
 LAYER_TYPES = ("full_attention", "linear_attention")
 LINEAR_DEFAULTS = {
@@ -30,6 +32,17 @@ _ONLY = {
     "mamba_ssm_dtype": (None, "float32"),
 }
 _UNUSED = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # further tokens are not guessed
+
+GGUF_LINEAR = {
+    "post_attention_norm": "pre_feedforward_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 
 
 def read_layers(settings: Settings, fields: Fields) -> Fields:
@@ -67,6 +80,61 @@ def read_hf(settings: Settings, fields: Fields) -> Fields:
         **read_layers(settings, fields),
         **read_experts(settings, fields, shared_size=shared, shared_gate=True),
     }
+
+
+def read_gguf_layers(settings: Settings, fields: Fields) -> Fields:
+    """Which blocks are linear, and their geometry; the last blocks may only guess further tokens."""
+    layers = fields["num_layers"] - (settings.get("nextn_predict_layers") or 0)
+    period = settings.integer("full_attention_interval", 4)
+    linear = settings.get("attention.recurrent_layers")
+    if linear is None:
+        linear = [(layer + 1) % period != 0 for layer in range(layers)]
+    value_heads = settings.integer("ssm.time_step_rank")
+    inner = settings.integer("ssm.inner_size")
+    if inner % value_heads:
+        raise ConfigError(
+            f"ssm.inner_size = {inner}, allowed: multiples of ssm.time_step_rank = {value_heads}"
+        )
+    return {
+        "num_layers": layers,
+        "layer_windows": (None,) * layers,
+        "linear_layers": tuple(layer for layer in range(layers) if linear[layer]),
+        "linear": LinearAttentionConfig(
+            key_heads=settings.integer("ssm.group_count"),
+            value_heads=value_heads,
+            key_dim=settings.integer("ssm.state_size"),
+            value_dim=inner // value_heads,
+            conv_width=settings.integer("ssm.conv_kernel"),
+        ),
+    }
+
+
+def read_gguf(settings: Settings, fields: Fields) -> Fields:
+    """Linear layers, and experts in every block with a shared MLP behind a gate, weights normalized."""
+    size = settings.integer("expert_feed_forward_length")
+    return {
+        **read_gguf_layers(settings, fields),
+        "experts": ExpertsConfig(
+            count=settings.integer("expert_count"),
+            per_token=settings.integer("expert_used_count"),
+            intermediate_size=size,
+            normalize=True,
+            shared_size=settings.integer("expert_shared_feed_forward_length", size),
+            shared_gate=True,
+        ),
+    }
+
+
+def adapt_gguf(source: TensorSource, config: Any) -> TensorSource:
+    """A file has the decay itself, not its logarithm, and the convolution without its middle axis."""
+    parts = {
+        "linear_attn.A_log": (lambda shape: shape, lambda decay: np.log(-decay)),
+        "linear_attn.conv1d.weight": (
+            lambda shape: (shape[0], 1, shape[-1]),
+            lambda weight: weight.reshape(len(weight), 1, -1),
+        ),
+    }
+    return shared_gate_of_gguf(computed(source, parts), config)
 
 
 def split_gates(source: TensorSource, config: Any) -> TensorSource:
@@ -107,7 +175,7 @@ def adapt(source: TensorSource, config: Any) -> TensorSource:
 FAMILY = Family(
     name="qwen3_next",
     model_types=("qwen3_next",),
-    gguf_architectures=(),
+    gguf_architectures=("qwen3next",),
     defaults={
         **LINEAR_DEFAULTS,
         "vocab_size": 151_936,
@@ -125,6 +193,15 @@ FAMILY = Family(
     fields=FIELDS,
     layer_types=LAYER_TYPES,
     read_hf=read_hf,
+    read_gguf=read_gguf,
     names={"pre_feedforward_layernorm": "post_attention_layernorm", "mlp.router": "mlp.gate"},
+    gguf_names={
+        **GGUF_LINEAR,
+        **GGUF_EXPERTS,
+        **GGUF_SHARED_EXPERT,
+        "ssm_ba": "linear_attn.in_proj_ba",
+        "ssm_in": "linear_attn.in_proj_qkvz",  # older files
+    },
     adapt=adapt,
+    adapt_gguf=adapt_gguf,
 )
