@@ -387,10 +387,14 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         axis.plot(*zip(*sorted(points)), marker="o", markersize=4, **look)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("sequence length")
-    axis.set_ylabel("decode attention: BF16 time / INT2 time")
+    lengths = sorted({length for points in lines.values() for length, _ in points})
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
+    axis.minorticks_off()
+    axis.set_ylabel("BF16 time / INT2 time (higher is better)")
+    axis.set_title(f"Decode attention of one layer in JAX, {jax.devices()[0].device_kind}", fontsize=9)
     axis.axhline(1, color="gray", linewidth=0.8)
     if lines:
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

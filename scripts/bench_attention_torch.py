@@ -460,10 +460,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.axhline(min(row["floor"] for row in rows), color="black", linestyle=":", label="floor of INT2")
         axes.set_title("{}, batch {},\n{} tokens".format(*case), fontsize=9)
         axes.tick_params(axis="x", labelsize=6)
-        axes.set_ylabel("µs")
-        axes.legend(fontsize=7)
+        axes.set_ylabel("µs (lower is better)")
     figure.suptitle(f"One-token attention in Torch {result['torch']}, {result['gpu']}")
-    figure.tight_layout()
+    figure.legend(*all_axes[0][0].get_legend_handles_labels(), fontsize=7, loc="lower right")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=150)
 
 

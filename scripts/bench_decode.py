@@ -206,8 +206,9 @@ def write(head: dict[str, Any], rows: list[dict[str, Any]], output: pathlib.Path
     for shift, name in ((-0.2, "allowed_speed_up"), (0.2, "speed_up")):
         axis.bar([i + shift for i in range(len(done))], [r[name] for r in done], 0.4, label=name)
     axis.set_xticks(range(len(done)), [f"B = {r['batch']}" for r in done])
-    axis.set_ylabel("BF16 step time / INT2 step time")
-    axis.legend()
+    axis.set_ylabel("BF16 step time / INT2 step time (higher is better)")
+    axis.set_title(", ".join(str(head[name]) for name in ("model", "device") if name in head), fontsize=9)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(output.with_suffix(".png"), dpi=150)
     pyplot.close(figure)

@@ -353,7 +353,7 @@ def about_this_run(config: ModelConfig, dtype: str, **settings: Any) -> dict[str
         "head_dim": config.head_dim,
         "num_key_value_heads": config.num_key_value_heads,
         "dtype": dtype,
-        "device": f"{device.platform} {device.device_kind}",
+        "device": " ".join(dict.fromkeys((device.platform, device.device_kind))),
         "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()},
         "created": datetime.date.today().isoformat(),
         **settings,

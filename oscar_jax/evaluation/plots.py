@@ -190,11 +190,14 @@ def save_task_plot(
     figure, axes = _new_figure(len(panels), width=4.0, height=3.6)
     for number, (axis, (name, curves)) in enumerate(zip(axes, panels.items())):
         lengths = sorted({length for by_length in curves.values() for length in by_length})
-        for method, by_length in curves.items():
-            color, style = method_color(method), "--" if method == "bf16" else "-"
-            axis.plot(list(by_length), list(by_length.values()), "o" + style, ms=4, label=method, color=color)
+        for place, (method, by_length) in enumerate(curves.items()):
+            size = max(1.0, 4 - 0.7 * place)  # methods that do equally well are seen around each other
+            axis.plot(
+                list(by_length), list(by_length.values()), "o-", ms=2 * size + 1, linewidth=size,
+                label=method, color=method_color(method),
+            )  # fmt: skip
         axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
         axis.minorticks_off()
         axis.set_xlabel("tokens read")
         axis.grid(alpha=0.3)
@@ -202,6 +205,9 @@ def save_task_plot(
             axis.set_title(name, fontsize=9)
             axis.set_ylim(-4, 104)
         axis.set_ylabel(ylabel if ylabel and not number else "" if ylabel else name)
+        values = [value for by_length in curves.values() for value in by_length.values()]
+        if not ylabel and min(values) > 0 and max(values) > 20 * min(values):
+            axis.set_yscale("log")
     figure.suptitle(title, fontsize=9)
     _legend_beside(axes[-1])
     return _save(figure, path)
