@@ -24,6 +24,7 @@ BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
 PEERS = "peers-gemma3-270m-1536/cpu-2026-12-01"
+TASKS = "tasks-gemma3-270m/cpu-2026-12-01"
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
 STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
 ENGINE = "vllm/h200-2026-12-01"
@@ -106,6 +107,28 @@ def peers() -> str:
     titles = ["cache", "bits", "smaller", "KL to BF16", "same top token", "perplexity"]
     text = f"{settings['model']}, {settings['context']:,} tokens ([run](../results/{PEERS}/page.md)):\n\n"
     return text + table(titles, rows)
+
+
+def tasks() -> str:
+    """What a model still can do: share of right answers by length, and by task at the greatest length."""
+    record = load(TASKS)
+    accuracy, longest = record["accuracy"], str(max(map(int, record["accuracy"])))
+    parts = [("all tasks", length, found) for length, found in accuracy.items()]
+    parts += [(task, longest, {task: found}) for task, found in accuracy[longest].items()]
+    rows = []
+    for what, length, found in parts:
+        means = {
+            row["method"]: sum(one["accuracy"][row["method"]] for one in found.values()) / len(found)
+            for row in record["methods"]
+        }
+        questions = sum(one["questions"] for one in found.values())
+        rows.append([what, f"{int(length):,}", str(questions), *(f"{share:.0%}" for share in means.values())])
+    names = {"int2": "**OSCAR-KV**", "int2:cache": "the same, real cache", "bf16": "BF16"}
+    titles = [
+        names.get(row["method"], METHODS.get(row["method"], row["method"])) for row in record["methods"]
+    ]
+    text = f"{record['model']}, {record['device']} ([run](../results/{TASKS}/page.md)):\n\n"
+    return text + table(["right answers", "tokens", "questions", *titles], rows)
 
 
 def size() -> str:
@@ -246,6 +269,7 @@ def runs() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "peers": peers,
+    "tasks": tasks,
     "size": size,
     "equality": equality,
     "speed": speed,
