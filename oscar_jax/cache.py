@@ -231,7 +231,7 @@ def append_rows[Cache: LayerCache | DenseCache](
     check_rows(cache, key, value, new_lengths)
     ops.check_implementation(implementation)
     if isinstance(cache, LayerCache):
-        check_rotation(cache, rotation)
+        check_rotation(cache.config, rotation)
     if check and not traced((cache.lengths, new_lengths)):
         check_capacity(cache, new_lengths, key.shape[1])
     with ops.placed(key):
@@ -293,7 +293,7 @@ def read_layer_cache(
 
     Raises OscarError where pages behind a window were given up, ShapeError for a sequence that is not there.
     """
-    check_rotation(cache, rotation)
+    check_rotation(cache.config, rotation)
     if not 0 <= sequence < cache.batch:
         raise ShapeError(f"sequence = {sequence}, allowed: 0..{cache.batch - 1}")
     config = cache.config

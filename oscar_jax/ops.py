@@ -73,7 +73,7 @@ def append_token(
     Returns None where the choice of implementation means the reference.
     """
     check_rows(cache, key, value, new_lengths)
-    check_rotation(cache, rotation)
+    check_rotation(cache.config, rotation)
     key, value = refuse_gradients("append_token", (key, value))
     choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: None)
     return choice(cache, rotation, key, value, new_lengths)

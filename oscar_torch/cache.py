@@ -211,7 +211,7 @@ def append_rows[Cache: LayerCache | DenseCache](
     check_rows(cache, key, value, new_lengths)
     ops.check_implementation(implementation)
     if isinstance(cache, LayerCache):
-        check_rotation(cache, rotation)
+        check_rotation(cache.config, rotation)
         refuse_gradients("append_rows", (key, value))
     if check:
         check_capacity(cache, new_lengths, key.shape[1])
@@ -273,7 +273,7 @@ def read_layer_cache(cache: LayerCache, rotation: RotationArrays, sequence: int)
 
     Raises OscarError where pages behind a window were given up, ShapeError for a sequence that is not there.
     """
-    check_rotation(cache, rotation)
+    check_rotation(cache.config, rotation)
     if not 0 <= sequence < cache.batch:
         raise ShapeError(f"sequence = {sequence}, allowed: 0..{cache.batch - 1}")
     config = cache.config

@@ -181,7 +181,7 @@ def check_query(
         raise ConfigError(f"sliding_window = {sliding_window}, allowed: None or a whole number of at least 1")
     check_softcap(softcap)
     if isinstance(cache, LayerCache):
-        check_rotation(cache, rotation)
+        check_rotation(cache.config, rotation)
     kept = cache.config.window if isinstance(cache, LayerCache) else cache.window
     if kept is not None and (
         sliding_window is None or (isinstance(sliding_window, int) and sliding_window > kept)
@@ -235,14 +235,15 @@ def check_rows(cache: LayerCache | DenseCache, key: Tensor, value: Tensor, new_l
             raise DTypeError(f"{name} is {_dtype(lengths)}, expected int32")
 
 
-def check_rotation(cache: LayerCache, rotation: RotationArrays | None) -> None:
+def check_rotation(config: CacheConfig, rotation: RotationArrays | None) -> None:
     """Raises ShapeError or DTypeError unless the rotation has the heads and the head_dim of the cache."""
+    own = config.num_key_value_heads
     if rotation is None:
-        raise ShapeError(f"rotation is None, an INT2 cache needs one of {cache.heads} or 1 heads")
+        raise ShapeError(f"rotation is None, an INT2 cache needs one of {own} or 1 heads")
     heads = rotation.key_transform.shape[0]
-    if heads not in (1, cache.heads):
-        raise ShapeError(f"rotation of {heads} heads, expected 1 or {cache.heads}")
-    for name, shape, dtype in _rotation_fields(heads, cache.head_dim):
+    if heads not in (1, own):
+        raise ShapeError(f"rotation of {heads} heads, expected 1 or {own}")
+    for name, shape, dtype in _rotation_fields(heads, config.head_dim):
         array = getattr(rotation, name)
         require_array(f"rotation: {name}", array)
         if array.shape != shape:

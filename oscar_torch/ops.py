@@ -80,7 +80,7 @@ def append_token(
     Returns False, with nothing done, where the choice of implementation means the reference.
     """
     check_rows(cache, key, value, new_lengths)
-    check_rotation(cache, rotation)
+    check_rotation(cache.config, rotation)
     refuse_gradients("append_token", (key, value))
     choice = _choose(implementation, key, APPEND_TOKEN, lambda *arguments: False)
     return choice(cache, rotation, key, value, new_lengths.to(torch.int32)) is not False

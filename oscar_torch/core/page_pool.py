@@ -34,7 +34,17 @@ from .cache_format import PAGE_TOKENS
 from .config import CacheConfig
 from .errors import CacheFullError, ConfigError, OscarError, ShapeError
 from .page_allocator import PageAllocator, PageKey, PageStateError
-from .page_records import AppendPlan, PoolStatistics, Prefix, SequenceAppend, SequenceState
+from .page_records import (
+    AppendPlan,
+    PoolStatistics,
+    Prefix,
+    SequenceAppend,
+    SequenceState,
+    entries,
+    token_ids,
+    whole_number,
+    whole_numbers,
+)
 
 REUSE = (None, "exact", "quantized")
 
@@ -63,6 +73,10 @@ class PagePool:
         grid_tokens: int = PAGE_TOKENS,
         salt: bytes = b"",
     ) -> None:
+        sizes = {"int2_pages": int2_pages, "window_pages": window_pages, "grid_tokens": grid_tokens}
+        sizes |= {"int2_page_bytes": int2_page_bytes, "window_page_bytes": window_page_bytes}
+        for name, size in (sizes | ({} if max_bytes is None else {"max_bytes": max_bytes})).items():
+            whole_number(name, size, ConfigError)
         if grid_tokens < PAGE_TOKENS or grid_tokens % PAGE_TOKENS:
             raise ConfigError(f"grid_tokens = {grid_tokens}, allowed: positive multiples of {PAGE_TOKENS}")
         self.config = config
@@ -100,9 +114,12 @@ class PagePool:
 
     def state(self, sequence: int) -> SequenceState:
         """The bookkeeping of a living sequence; read only."""
-        if sequence not in self._sequences:
-            raise PageStateError(f"sequence {sequence} does not exist; it was freed or never created")
-        return self._sequences[sequence]
+        try:
+            return self._sequences[sequence]
+        except (KeyError, TypeError):  # TypeError: no number at all
+            raise PageStateError(
+                f"sequence {sequence!r} does not exist; it was freed or never created"
+            ) from None
 
     def usable(self, sequence: int, *, damaged: bool = False) -> SequenceState:
         """`state`, or PageStateError in an unfinished append, or if it is damaged unless `damaged` allows."""
@@ -191,7 +208,7 @@ class PagePool:
         same salt ever find pages of this one.
         """
         self._root(salt)  # refuses what is no salt
-        prompt = None if prompt is None else _token_ids(prompt)
+        prompt = None if prompt is None else token_ids(prompt)
         options = {"reuse": reuse, "generated": generated, "salt": salt}
         prefix = None if prompt is None else self.find_prefix(prompt, **options)
         state = SequenceState(salt=salt)
@@ -208,7 +225,7 @@ class PagePool:
             state.grid_length = prefix.length if prefix.grid else 0
             state.int2_pages = list(prefix.int2_pages)
             state.window_pages = dict(prefix.window_pages)
-            state.tokens = _token_ids(prompt[: prefix.length])
+            state.tokens = token_ids(prompt[: prefix.length])
             self._extend_hashes(state)
             self.reused_tokens += prefix.length
         return self._register(state)
@@ -233,7 +250,7 @@ class PagePool:
         if forced_pages and self.config.sink_tokens + forced_pages * PAGE_TOKENS > length:
             raise ConfigError(f"{forced_pages} INT2 pages do not fit into {length} tokens")
         self._root(salt)  # refuses what is no salt
-        known = _token_ids(tokens)
+        known = token_ids(tokens)
         held = [*range(sinks), *range(self.config.sink_pages + history, _pages(length))]
         self._require(history, len(held))
         state = SequenceState(length, forced_pages, grid_length, salt=salt)
@@ -279,7 +296,7 @@ class PagePool:
         more of them than its length asks for), and a cut inside an INT2 page falls back to that page's
         beginning: append the missing 1..63 tokens again.
         """
-        state = self.usable(sequence)
+        state, length = self.usable(sequence), whole_number("length", length)
         if not 0 <= length <= state.length:
             raise ShapeError(f"length = {length}, allowed: 0..{state.length}")
         sink = self.config.sink_tokens
@@ -325,18 +342,19 @@ class PagePool:
 
     def repeat(self, sequence: int, count: int) -> list[int]:
         """`count` sequences of the same content: the given one and forks of it."""
-        if count < 1:
+        if whole_number("count", count) < 1:
             raise ConfigError(f"count = {count}, allowed: >= 1")
         return [sequence, *(self.fork(sequence) for _ in range(count - 1))]
 
     def reorder(self, sequences: Sequence[int], sources: Sequence[int]) -> list[int]:
         """The beam step: result i continues sequences[sources[i]]; sequences that nobody continues end."""
-        if len(set(sequences)) != len(sequences):
-            raise PageStateError(f"a sequence appears twice in {list(sequences)}")
-        if any(not 0 <= source < len(sequences) for source in sources):
-            raise ShapeError(f"sources = {list(sources)}, allowed: 0..{len(sequences) - 1}")
+        sequences, sources = entries("sequences", sequences), whole_numbers("sources", sources)
         for sequence in sequences:
             self.usable(sequence)
+        if len(set(sequences)) != len(sequences):
+            raise PageStateError(f"a sequence appears twice in {sequences}")
+        if any(not 0 <= source < len(sequences) for source in sources):
+            raise ShapeError(f"sources = {sources}, allowed: 0..{len(sequences) - 1}")
         result = []
         used: set[int] = set()
         for source in sources:
@@ -362,18 +380,19 @@ class PagePool:
         `abort_append` the sequences cannot be used otherwise. Sequences without known `tokens` are not found
         by prefix lookups.
         """
-        every = [None] * len(sequences) if tokens is None else tokens
-        token_lists = [None if given is None else _token_ids(given) for given in every]
+        sequences, counts = entries("sequences", sequences), whole_numbers("counts", counts)
+        every = [None] * len(sequences) if tokens is None else entries("tokens", tokens)
+        token_lists = [None if given is None else token_ids(given) for given in every]
         if not len(sequences) == len(counts) == len(token_lists):
             raise ShapeError(
                 f"{len(sequences)} sequences, {len(counts)} counts, {len(token_lists)} token lists"
             )
+        states = [self.usable(sequence) for sequence in sequences]
         if len(set(sequences)) != len(sequences):
-            raise PageStateError(f"a sequence appears twice in {list(sequences)}")
+            raise PageStateError(f"a sequence appears twice in {sequences}")
         for count, given in zip(counts, token_lists):
             if count < 0 or (given is not None and len(given) != count):
                 raise ShapeError(f"count = {count} with {None if given is None else len(given)} tokens")
-        states = [self.usable(sequence) for sequence in sequences]
 
         # Decide before touching anything. A target of None stands for a page still to be allocated.
         int2_need = []
@@ -533,7 +552,7 @@ class PagePool:
         int2: list[int | None] = []
         window: list[int | None] = []
         for start in range(0, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
-            parent = _chain(parent, _token_ids(prompt[start : start + PAGE_TOKENS]))
+            parent = _chain(parent, token_ids(prompt[start : start + PAGE_TOKENS]))
             quantized = self.int2.find((parent, True))
             raw = self.window.find((parent, True))
             if generated and quantized is None:
@@ -658,14 +677,6 @@ class PagePool:
             raise PageStateError(
                 f"sequence {sequence} holds token pages {sorted(state.window_pages)} in BF16"
             )
-
-
-def _token_ids(tokens: Sequence[int]) -> array:
-    """Tokens as 64-bit integers; raises ConfigError before anything is reserved for them."""
-    try:
-        return array("q", tokens)
-    except (TypeError, OverflowError) as error:
-        raise ConfigError(f"tokens: {error}, allowed: whole numbers of 64 bits") from None
 
 
 def _pages(length: int) -> int:

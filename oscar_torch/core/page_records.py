@@ -4,7 +4,12 @@ Twin file: byte-identical in both packages. Standard library only.
 """
 
 import dataclasses
+import operator
 from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import ConfigError, DTypeError, OscarError, ShapeError
 
 
 @dataclasses.dataclass
@@ -86,3 +91,37 @@ class PoolStatistics:
     evictions: int
     copied_pages: int
     reused_tokens: int
+
+
+def whole_number(name: str, value: Any, error: type[OscarError] = DTypeError) -> int:
+    """The int that a value of any library stands for; raises `error` where it counts nothing, such as 1.5."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise error(f"{name} = {value!r}, allowed: whole numbers") from None
+
+
+def whole_numbers(name: str, values: Iterable[Any]) -> list[int]:
+    """The ints of a sequence; raises ShapeError for a lone value, DTypeError for what counts nothing."""
+    return [whole_number(f"{name}[{i}]", value) for i, value in enumerate(entries(name, values))]
+
+
+def entries[T](name: str, values: Iterable[T]) -> list[T]:
+    """The entries of a sequence; raises ShapeError for what is none."""
+    try:
+        return list(values)
+    except TypeError:
+        raise ShapeError(f"{name} = {values!r}, allowed: a list with an entry for each") from None
+
+
+def token_ids(tokens: Iterable[int], typecode: str = "q") -> array:
+    """Tokens as integers of 64 bits, or 32 with typecode "i"; raises ConfigError for anything else."""
+    bits = 8 * array(typecode).itemsize
+    try:
+        if isinstance(tokens, bytes | bytearray):  # array would take them as its memory
+            raise TypeError(f"{type(tokens).__name__}")
+        return array(typecode, tokens)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"tokens: {error}, allowed: whole numbers of {bits} bits") from None

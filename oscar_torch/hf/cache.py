@@ -1,6 +1,8 @@
 """`OscarCache`: a 2-bit cache for `model.generate(past_key_values=...)`, one `OscarLayer` per layer."""
 
 import copy
+import functools
+import logging
 import os
 import sys
 from typing import Any, cast
@@ -25,12 +27,15 @@ from .recurrent import RecurrentLayer
 from .static_layer import Ledger, StaticLayer
 from .tensor_parallel import model_shard, refuse_split_config
 
+_log = logging.getLogger(__name__)
+
 
 class OscarCache(Cache):
     """A 2-bit cache for `model.generate(past_key_values=...)`.
 
-    `rotations` is a RotationSet or where one is stored; `config` is `model.config`, which is only read, or
-    the model itself, whose weights then tell by their fingerprint whether the rotations are theirs. Of a
+    `rotations` is a RotationSet or where one is stored; `config` is the model itself, whose weights then tell
+    by their fingerprint whether the rotations are theirs, or `model.config`, which is only read and has no
+    weights: then the name decides, and the log says once that the fingerprint was not compared. Of a
     model split over ranks (`tp_plan`), which must be given itself and on every rank, the cache holds the
     rank's heads, with their part of `rotations`. With
     `max_length` (tokens per sequence) memory is allocated once, `generate` compiles its steps on a GPU, and
@@ -76,6 +81,8 @@ class OscarCache(Cache):
             fingerprint = model_fingerprint(model)
         name = model_id or _hub_id(config)
         rotations.require_fits(geometry, int2, model_id=name, fingerprint=fingerprint)
+        if model is None and model_id is None and rotations.header.extra.get(FINGERPRINT_FIELD):
+            _say_that_weights_are_unknown()
         if prefill_chunk < fmt.PAGE_TOKENS or prefill_chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"prefill_chunk = {prefill_chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
         if max_length is not None and max_length < 1:
@@ -243,6 +250,14 @@ class OscarCache(Cache):
             twin.ledger = self.ledger.copy()
             twin.layers = [layer.copy(twin.ledger) for layer in self.layers]
         return twin
+
+
+@functools.cache
+def _say_that_weights_are_unknown() -> None:
+    _log.warning(
+        "OscarCache(rotations, config) knows no weights: whether the rotations are theirs is not checked "
+        "(OscarCache(rotations, model) compares fingerprints; model_id= says that they fit)"
+    )
 
 
 def _prompt_of_the_caller() -> int:

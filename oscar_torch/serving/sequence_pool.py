@@ -31,8 +31,15 @@ from ..core.config import CacheConfig
 from ..core.errors import CacheFullError, CheckpointError, ConfigError, ShapeError
 from ..core.page_allocator import PageStateError
 from ..core.page_pool import PagePool
-from ..core.page_records import AppendPlan, PoolStatistics
-from ..layer_cache import LayerCache
+from ..core.page_records import (
+    AppendPlan,
+    PoolStatistics,
+    entries,
+    token_ids,
+    whole_number,
+    whole_numbers,
+)
+from ..layer_cache import LayerCache, check_rotation
 from ..rotations.rotation import LayerRotation
 from .snapshot import digest_rotations, pool_identity, read_snapshot, write_snapshot
 
@@ -59,7 +66,8 @@ class SequencePool:
     lengths of sink and recent part. `max_length` bounds every sequence. By default there is room for
     `max_sequences` of that length; `max_bytes` bounds all arrays together, the reserved pages included, and
     then decides the number of INT2 pages. `grid_tokens` is the chunk in which prompts are prefilled. Raises
-    ConfigError before anything is allocated.
+    ConfigError before anything is allocated, also for hybrids: a layer with linear attention has no pages to
+    share; ShapeError or DTypeError for rotations of other heads.
     """
 
     def __init__(
@@ -79,9 +87,11 @@ class SequencePool:
         config = check_layers(configs, rotations)
         options = {"max_length": max_length, "max_sequences": max_sequences}
         options |= {"int2_pages": int2_pages, "window_pages": window_pages}
-        for name, number in options.items():
-            if number is not None and number < 1:
+        for name, number in (options | {"max_bytes": max_bytes}).items():
+            if number is not None and whole_number(name, number, ConfigError) < 1:
                 raise ConfigError(f"{name} = {number}, allowed: >= 1")
+        if not isinstance(model_id, str):
+            raise ConfigError(f"model_id = {model_id!r}, allowed: a name")
         int2_bytes = sum(c.num_key_value_heads * fmt.int2_page_bytes(c.head_dim) for c in configs)
         window_bytes = sum(c.num_key_value_heads * fmt.window_page_bytes(c.head_dim) for c in configs)
         self.max_pages = max(1, config.history_pages(max_length))
@@ -166,6 +176,7 @@ class SequencePool:
 
     def view(self, sequences: Sequence[int | None]) -> list[LayerCache]:
         """Views of every layer for reading the sequences, in this order; not for appending."""
+        sequences = entries("sequences", sequences)
         tables = _Tables(len(sequences), self.max_pages, self.pages.config.window_slots)
         for i, sequence in enumerate(sequences):
             if sequence is not None:
@@ -186,14 +197,19 @@ class SequencePool:
 
         Give the tokens, or only their counts (such sequences are not found by prefix lookups). Raises
         CacheFullError, with nothing changed, if they do not fit or outgrow max_length; PageStateError while
-        another step is unfinished.
+        another step is unfinished; ConfigError, ShapeError or DTypeError for what is no token or count.
         """
         self._require_no_step()
-        if (tokens is None) == (counts is None):
+        sequences = entries("sequences", sequences)
+        if tokens is not None and counts is None:
+            tokens = [token_ids(row, "i") for row in entries("tokens", tokens)]
+            sizes = [len(row) for row in tokens]
+        elif counts is not None and tokens is None:
+            sizes = whole_numbers("counts", counts)
+        else:
             raise ConfigError("give either tokens or counts")
-        sizes = [len(row) for row in tokens] if tokens is not None else list(counts or ())
         if len(sizes) != len(sequences) or any(n and s is None for n, s in zip(sizes, sequences)):
-            raise ShapeError(f"new lengths {sizes} for sequences {list(sequences)}; a padding row appends 0")
+            raise ShapeError(f"new lengths {sizes} for sequences {sequences}; a padding row appends 0")
         live = [(i, s) for i, s in enumerate(sequences) if s is not None]
         for i, sequence in live:
             if self.length(sequence) + sizes[i] > self.max_length:
@@ -219,6 +235,7 @@ class SequencePool:
         Raises ShapeError if a layer has not stored exactly the new tokens of every row.
         """
         self._check_step(step)
+        caches = entries("caches", caches)
         if len(caches) != len(self._layers):
             raise ShapeError(f"{len(caches)} layer caches, the model has {len(self._layers)} layers")
         stored = torch.stack([cache.lengths for cache in caches]).tolist()
@@ -266,6 +283,7 @@ class SequencePool:
 
     def read(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as attention sees them: float32 [L, K, D] each."""
+        layer = self._layer(layer)
         return read_layer_cache(self.view([sequence])[layer], self.rotations[layer], 0)
 
     def sequence_arrays(self, sequence: int, layer: int) -> dict[str, Tensor]:
@@ -274,7 +292,7 @@ class SequencePool:
         window_key, window_value bf16 [w, K, 64, D] in the order of tokens; rows past the length are zero.
         """
         state = self.pages.usable(sequence)
-        cache = self._layers[layer]
+        cache = self._layers[self._layer(layer)]
         device = cache.lengths.device
         int2 = torch.tensor(state.int2_pages, dtype=torch.int64, device=device)
         held = sorted(state.window_pages)
@@ -388,6 +406,7 @@ class SequencePool:
             cache.window_value[target] = cache.window_value[source]
 
     def _check_rows(self, step: Step, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        keys, values = entries("keys", keys), entries("values", values)
         if len(keys) != len(self._layers) or len(values) != len(self._layers):
             raise ShapeError(f"rows of {len(keys)} and {len(values)} layers, expected {len(self._layers)}")
         longest = max((row.count for row in step.plan.rows), default=0)
@@ -395,6 +414,11 @@ class SequencePool:
             check_rows(cache, key, value, step.new_lengths)
             if key.shape[1] < longest:
                 raise ShapeError(f"rows for {key.shape[1]} tokens, a sequence appends {longest}")
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= whole_number("layer", layer) < len(self._layers):
+            raise ShapeError(f"layer = {layer}, allowed: 0..{len(self._layers) - 1}")
+        return layer
 
     def _require_no_step(self) -> None:
         if self._step is not None:
@@ -450,11 +474,27 @@ def append_layer(
 
 
 def check_layers(configs: Sequence[CacheConfig], rotations: Sequence[LayerRotation]) -> CacheConfig:
-    """The first layer's config; raises ConfigError unless one page table can serve all layers."""
+    """The first layer's config; raises ConfigError unless one page table can serve all layers.
+
+    ShapeError or DTypeError where a rotation does not have its layer's heads.
+    """
+    configs, rotations = entries("configs", configs), entries("rotations", rotations)
     if not configs or len(configs) != len(rotations):
         raise ConfigError(
             f"{len(configs)} layer configs and {len(rotations)} rotations: one of each per layer"
         )
+    for layer, (config, rotation) in enumerate(zip(configs, rotations)):
+        if not isinstance(config, CacheConfig) or not isinstance(rotation, LayerRotation):
+            given = f"{type(config).__name__} and {type(rotation).__name__}"
+            raise ConfigError(
+                f"layer {layer} has {given}, allowed: a CacheConfig and a LayerRotation for every layer; "
+                "hybrids cannot be served, since linear attention has a state instead of pages"
+            )
+        if config.window is not None:
+            raise ConfigError(
+                f"layer {layer}: window = {config.window}, allowed: None, the pool keeps all pages"
+            )
+        check_rotation(config, rotation)
     windows = {(c.sink_tokens, c.recent_tokens) for c in configs}
     if len(windows) > 1:
         raise ConfigError(f"(sink_tokens, recent_tokens) = {sorted(windows)}: all layers must agree")

@@ -78,6 +78,21 @@ def test_the_fingerprint_decides_whose_rotations_these_are():
         hf_cache.OscarCache(rotations, model.config)  # a config has no weights, the name is all there is
 
 
+def test_a_config_without_weights_is_mentioned_once(caplog):
+    """49: the log says where only names were compared; not where nothing more is known or a name is given."""
+    model = make_model("llama")
+    hf_cache._say_that_weights_are_unknown.cache_clear()
+    known = make_rotations(model.config, extra={FINGERPRINT_FIELD: model_fingerprint(model)})
+    hf_cache.OscarCache(make_rotations(model.config), model.config)
+    hf_cache.OscarCache(known, model.config, model_id=known.header.model_id)
+    hf_cache.OscarCache(known, model)
+    assert not caplog.records
+    for _ in range(2):
+        hf_cache.OscarCache(known, model.config)
+    (said,) = caplog.messages
+    assert "is not checked" in said and "OscarCache(rotations, model)" in said
+
+
 def test_a_kernel_named_for_capped_scores_is_refused():
     model = make_model("gemma2")
     with pytest.raises(NotImplementedError, match=r"implementation = 'triton' with softcap = 0\.5: no"):

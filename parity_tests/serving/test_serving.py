@@ -5,6 +5,8 @@ two-layer decoder whose NumPy part treats every row alike, so that a difference 
 """
 
 import ast
+import copy
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -683,6 +685,103 @@ class TestLimits:
             pool([config(1, 1, 16), config(1, 1, 16, 64, 64)], [rotation] * 2, model_id="", max_length=100)
         with pytest.raises(errors(framework).ConfigError, match="one of each per layer"):
             pool([config(1, 1, 16)], [], model_id="", max_length=100)
+
+
+# ------------------------------------------------------------ wrong arguments
+
+FLOATS = [np.zeros((1, 4, HEADS, DIM), np.float32)] * LAYERS
+# What is called with a pool that holds sequence 0 of 300 tokens, and words of the refusal.
+WRONG_CALLS = {
+    "a count of a fraction": (lambda p: p.append([0], FLOATS, FLOATS, counts=[1.5]), r"counts\[0\] = 1.5"),
+    "a count of text": (lambda p: p.begin([0], counts=["4"]), r"counts\[0\] = '4'"),
+    "a lone count": (lambda p: p.begin([0], counts=4), "counts = 4"),
+    "a negative count": (lambda p: p.begin([0], counts=[-1]), "count = -1"),
+    "a lone sequence": (lambda p: p.begin(0, counts=[4]), "sequences = 0"),
+    "a lone sequence to read": (lambda p: p.view(0), "sequences = 0"),
+    "a sequence that is none": (lambda p: p.begin([[0]], counts=[4]), r"sequence \[0\] does not exist"),
+    "flat tokens": (lambda p: p.begin([0], tokens=[5]), "not iterable"),
+    "lone tokens": (lambda p: p.begin([0], tokens=5), "tokens = 5"),
+    "tokens of fractions": (lambda p: p.begin([0], tokens=[[1.5]]), "whole numbers of 32 bits"),
+    "tokens of bytes": (lambda p: p.begin([0], tokens=[b"12345678"]), "tokens: bytes"),
+    "a token of 33 bits": (lambda p: p.begin([0], tokens=[np.array([1 << 32])]), "whole numbers of 32 bits"),
+    "a prompt of bytes": (lambda p: p.create(b"12345678"), "tokens: bytes"),
+    "a lone prompt": (lambda p: p.create(5), "whole numbers of 64 bits"),
+    "a prompt of text": (lambda p: p.create("text"), "whole numbers of 64 bits"),
+    "unknown reuse": (lambda p: p.create([5], reuse="some"), "reuse = 'some'"),
+    "a fork of nothing": (lambda p: p.fork(None), "sequence None does not exist"),
+    "an end of nothing": (lambda p: p.free([0]), r"sequence \[0\] does not exist"),
+    "a length of a fraction": (lambda p: p.truncate(0, 298.5), "length = 298.5"),
+    "copies of a fraction": (lambda p: p.repeat(0, 1.5), "count = 1.5"),
+    "beams from a fraction": (lambda p: p.reorder([0], [0, 0.0]), r"sources\[1\] = 0.0"),
+    "a layer that is not there": (lambda p: p.read(0, LAYERS), "layer = 2"),
+    "a layer from behind": (lambda p: p.sequence_arrays(0, -1), "layer = -1"),
+    "rows of no layer": (lambda p: p.append([0], None, FLOATS, counts=[4]), "keys = None"),
+}
+WRONG_POOLS = {
+    "a length of a fraction": ({"max_length": 512.5}, "max_length = 512.5"),
+    "a length of text": ({"max_length": "512"}, "max_length = '512'"),
+    "bytes of a fraction": ({"max_bytes": 1e9}, "max_bytes = 1000000000.0"),
+    "a grid of a fraction": ({"grid_tokens": 64.0}, "grid_tokens = 64.0"),
+    "no name": ({"model_id": None}, "model_id = None"),
+}
+
+
+class TestArguments:
+    """What cannot be meant is refused in the same words by both packages, and changes nothing (51)."""
+
+    @staticmethod
+    def refusal(framework: Framework, call: Any, words: str) -> tuple[str, str]:
+        with pytest.raises(errors(framework).OscarError, match=words) as caught:
+            call()
+        return type(caught.value).__name__, str(caught.value)
+
+    @staticmethod
+    def content(pool: Any) -> Any:
+        counts = dataclasses.replace(pool.statistics(), peak_live_bytes=0)
+        return counts, copy.deepcopy(vars(pool.pages.state(0)))
+
+    @pytest.mark.parametrize("case", WRONG_CALLS)
+    def test_calls(self, case):
+        call, words = WRONG_CALLS[case]
+        refusals = set()
+        for framework in FRAMEWORKS.values():
+            pool = new_pool(framework)
+            pool.pages.import_sequence(300, tokens=list(range(300)))
+            kept = self.content(pool)
+            refusals.add(self.refusal(framework, functools.partial(call, pool), words))
+            assert self.content(pool) == kept
+            pool.pages.check()
+            pool.abort(pool.begin([0], counts=[1]), untouched=True)
+        assert len(refusals) == 1, refusals
+
+    @pytest.mark.parametrize("case", WRONG_POOLS)
+    def test_pools(self, case):
+        options, words = WRONG_POOLS[case]
+        refusals = {
+            self.refusal(framework, functools.partial(new_pool, framework, **options), words)
+            for framework in FRAMEWORKS.values()
+        }
+        assert len(refusals) == 1, refusals
+
+    def test_layers(self, framework):
+        """Rotations of other heads, and layers with a state instead of keys and values."""
+        config = framework.module("core.config").CacheConfig
+        one, two = (
+            framework.layer_rotation(make_rotation(np.random.default_rng(0), heads, 16), "cpu")
+            for heads in (3, 2)
+        )
+        new = functools.partial(
+            framework.module("serving.sequence_pool").SequencePool, model_id="", max_length=100
+        )
+        for configs, rotations, words in (
+            ([config(2, 4, 16)] * 2, [two, None], "layer 1 has CacheConfig and NoneType.*linear attention"),
+            ([None, config(2, 4, 16)], [two, two], "layer 0 has NoneType and LayerRotation"),
+            ([config(2, 4, 16)], [one], "rotation of 3 heads, expected 1 or 2"),
+            ([config(2, 4, 32)], [two], "key_transform"),
+            ([config(2, 4, 16, window=128)], [two], "layer 0: window = 128"),
+            (config(2, 4, 16), [two], "configs = CacheConfig"),
+        ):
+            self.refusal(framework, functools.partial(new, configs, rotations), words)
 
 
 # ------------------------------------------------------------ tenants and adapters
