@@ -124,9 +124,7 @@ def tasks() -> str:
         questions = sum(one["questions"] for one in found.values())
         rows.append([what, f"{int(length):,}", str(questions), *(f"{share:.0%}" for share in means.values())])
     names = {"int2": "**OSCAR-KV**", "int2:cache": "the same, real cache", "bf16": "BF16"}
-    titles = [
-        names.get(row["method"], METHODS.get(row["method"], row["method"])) for row in record["methods"]
-    ]
+    titles = [{**METHODS, **names}.get(str(row["method"]), str(row["method"])) for row in record["methods"]]
     text = f"{record['model']}, {record['device']} ([run](../results/{TASKS}/page.md)):\n\n"
     return text + table(["right answers", "tokens", "questions", *titles], rows)
 

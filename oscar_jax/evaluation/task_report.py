@@ -13,6 +13,7 @@ from . import plots
 NOTES = {
     "accuracy": "mean share of the expected numbers, names or leading lines of code that an answer holds",
     "error": "standard error of the mean over the questions",
+    "difference": "accuracy less that of BF16 on the same questions; difference_error is its standard error",
     "perplexity": "of what the method wrote, by the BF16 model that has read the same prompt and text",
     "agreement": "tokens written before the first that differs from what BF16 wrote",
     "variety": "share of the runs of four tokens that are new: low for a text that goes in circles",
@@ -34,8 +35,13 @@ def summary(document: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -
                 accuracy.setdefault(str(length), {})[task] = {
                     "questions": len(scores),
                     "accuracy": {name: float(column.mean()) for name, column in by_method.items()},
-                    "error": {
-                        name: float(column.std() / np.sqrt(len(column))) for name, column in by_method.items()
+                    "error": {name: _error(column) for name, column in by_method.items()},
+                    "difference": {
+                        name: float((column - by_method[names[0]]).mean())
+                        for name, column in by_method.items()
+                    },
+                    "difference_error": {
+                        name: _error(column - by_method[names[0]]) for name, column in by_method.items()
                     },
                 }
         texts = [record["texts"] for record in here if "texts" in record]
@@ -52,6 +58,19 @@ def summary(document: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -
                 },
             }
     return {"accuracy": accuracy, "writing": writing, "notes": NOTES, "records": list(records)}
+
+
+def _error(column: np.ndarray) -> float:
+    return float(column.std() / np.sqrt(len(column)))
+
+
+def mean_difference(document: Mapping[str, Any], length: int | str, method: str) -> tuple[float, float]:
+    """Mean accuracy less that of BF16 on the same questions, over the tasks of one length; standard error."""
+    rows = list(document["accuracy"][str(length)].values())
+    errors = [row["difference_error"][method] for row in rows]
+    return float(np.mean([row["difference"][method] for row in rows])), float(
+        np.linalg.norm(errors) / len(rows)
+    )
 
 
 def mean_accuracy(document: Mapping[str, Any], length: int | str, method: str) -> float:
@@ -81,6 +100,9 @@ def task_table(document: Mapping[str, Any]) -> list[str]:
             total = sum(row["questions"] for row in tasks.values())
             cells = (f"**{100 * mean_accuracy(document, length, name):.1f} %**" for name in methods)
             lines.append(f"| {length} | **mean** | {total} | " + " | ".join(cells) + " |")
+            differences = (mean_difference(document, length, name) for name in methods)
+            cells = (f"{100 * mean:+.1f} ± {100 * error:.1f}" for mean, error in differences)
+            lines.append(f"| {length} | less BF16, points | {total} | " + " | ".join(cells) + " |")
     if document["writing"]:
         lines += ["", f"{document['new_tokens']} tokens written after a text of each length:", ""]
         lines += ["| tokens | measure | " + " | ".join(head) + " |", "|---" * (len(head) + 2) + "|"]

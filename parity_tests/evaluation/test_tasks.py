@@ -282,6 +282,9 @@ def test_a_run_goes_on_where_it_stopped(path: Path, tmp_path: Path, monkeypatch:
     assert "| 512 | single | 2 |" in table and "64 tokens written after a text of each length" in table
     assert all((tmp_path / name).stat().st_size > 0 for name in ("tasks.png", "writing.png"))
     assert task_report.mean_accuracy(document, 512, "bf16") == row["accuracy"]["bf16"]
+    differences = task_report.mean_difference(document, 512, "hadamard")
+    # The first context's scores are 1 and 0, the second's those of random weights, which find nothing.
+    assert row["accuracy"] == {"bf16": 0.5, "hadamard": 0} and differences == (-0.5, 0.5 / 2**0.5)
     with pytest.raises(ConfigError, match=r"other settings \(seed\): --restart"):
         task_job.evaluate_tasks(path, [], tmp_path, **options, seed=1)
 
