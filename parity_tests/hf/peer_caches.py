@@ -277,7 +277,11 @@ def make_cache(
         )
     # Fed token by token, a residual of 256 is full at every 256th: so it is with chunks that divide 64, in
     # versions of transformers that ask "+ 1 >= residual_length" and in those that ask "+ chunk >= …".
-    options = {"nbits": int(bits or 0), "q_group_size": 64, "residual_length": fmt.RECENT_TOKENS - chunk + 1}
+    options: dict[str, int] = {"q_group_size": 64, "residual_length": fmt.RECENT_TOKENS - chunk + 1}
+    if name in ("hqq", "quanto"):
+        if not bits.isdigit():
+            raise ConfigError(f"method {method!r}, allowed: {name}:2, {name}:4")
+        options["nbits"] = int(bits)
 
     def make_layer(layer: int) -> Any:
         window = windows[layer]

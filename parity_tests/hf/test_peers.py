@@ -145,10 +145,11 @@ def test_a_text_is_judged_method_by_method_and_taken_up_again(bench):
     model = make_model("llama", attention="sdpa", hidden_size=128)
     rotations, ids = make_rotations(model.config), prompts(640)[0]
     saved, entry = [], {"methods": {}}
+    statistics = dict.fromkeys((0, 1), random_statistics())
 
     def maker(method):
         sets = {"int2": rotations}
-        return bench.cache_maker(method, model, {}, sets, 512, 64)
+        return bench.cache_maker(method, model, statistics, sets, 512, 64)
 
     def judge(names):
         bench.judge_text(
@@ -157,9 +158,9 @@ def test_a_text_is_judged_method_by_method_and_taken_up_again(bench):
         )  # fmt: skip
 
     judge(["bf16", "fp8"])
-    judge(["bf16", "fp8", "kivi", "int2"])
+    judge(["bf16", "fp8", "kivi", "published:centered", "int2"])
     figures = entry["methods"]
-    assert saved == [1, 2, 2, 3, 4] and figures["bf16"]["kl"] == 0 and figures["bf16"]["positions"] == 16
+    assert saved == [1, 2, 2, 3, 4, 5] and figures["bf16"]["kl"] == 0 and figures["bf16"]["positions"] == 16
     assert 0 < figures["fp8"]["kl"] < figures["kivi"]["kl"] < 10 and 0 < figures["int2"]["kl"] < 10
     # Five pages of 64 tokens at 640, in 2 layers of 2 heads of 32 channels: 34 · 32 + 256 bytes each.
     assert figures["int2"]["history_bytes"] == 2 * 2 * 5 * (34 * 32 + 256)
@@ -191,6 +192,8 @@ def test_packed_codes_come_back():
 
 def test_unknown_methods_and_lengths_are_refused(bench):
     config = make_model("llama", attention="sdpa").config
+    with pytest.raises(ConfigError, match="method 'hqq:x', allowed: hqq:2"):
+        peer_caches.make_cache("hqq:x", config)
     with pytest.raises(ConfigError, match="method 'int3', allowed: bf16"):
         peer_caches.make_cache("int3", config)
     wide = make_model("gemma3", attention="sdpa", sliding_window=2048).config
