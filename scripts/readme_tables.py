@@ -19,7 +19,7 @@ from oscar_torch.core import cache_format as fmt
 from oscar_torch.core.config import CacheConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "results/README.md", "parity_tests/README.md", "docs/vllm.md")
+PAGES = ("README.md", "results/README.md", "parity_tests/README.md", "docs/vllm.md", "docs/models.md")
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
@@ -30,6 +30,7 @@ STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026
 ENGINE = "vllm/h200-2026-12-01"
 STEP_CASES = ((1, 32_768), (8, 32_768), (1, 98_304))
 KERNELS_TORCH = "kernels-torch/h200-2026-11-30"
+FAMILIES = "families/cpu-2026-12-01"
 PARITY = ("parity/h200-2026-11-30", "parity/cpu-2026-11-29", "parity-xla-torch/cpu-2026-11-29")
 
 METHODS = {  # name in the run -> name in the table
@@ -61,9 +62,9 @@ def load(run: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / run / "run.json").read_text())
 
 
-def table(titles: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; every column but the first is aligned to the right."""
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+def table(titles: list[str], rows: list[list[str]], others: str = "---:") -> str:
+    """A Markdown table; every column but the first is aligned to the right, or as `others` says."""
+    lines = [titles, ["---", *[others] * (len(titles) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -264,6 +265,38 @@ def runs() -> str:
     return table(["subject", "device", "date", "command"], rows)
 
 
+def families() -> str:
+    """A line per family of models: its checkpoints, and what the run of its test found."""
+    record = load(FAMILIES)
+    rows = [
+        [
+            row["title"],
+            f"`{row['family']}`",
+            f"{row['logits']:.0e}",
+            *("yes" if row[what] else "–" for what in ("calibrates", "generates", "gguf")),
+        ]
+        for row in record["rows"]
+    ]
+    versus = f"logits against transformers {record['versions']['transformers']}"
+    return table(["checkpoints", "family", versus, "calibrates", "generates", "GGUF"], rows)
+
+
+def family_names() -> str:
+    """A line per family of models: what is special, and the names it answers to."""
+    rows = [
+        [
+            f"`{row['family']}`",
+            row["special"],
+            *(
+                ", ".join(f"`{name}`" for name in row[names]) or "–"
+                for names in ("model_types", "gguf_architectures")
+            ),
+        ]
+        for row in load(FAMILIES)["rows"]
+    ]
+    return table(["family", "what is special", "`model_type`", "GGUF architecture"], rows, "---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "peers": peers,
@@ -273,6 +306,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "engine": engine,
     "runs": runs,
+    "families": families,
+    "family-names": family_names,
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..core.errors import CheckpointError
 from .family import LazyTensor, TensorSource
 
+Reshaping = Callable[[tuple[int, ...]], tuple[int, ...]]
 Computation = Callable[[np.ndarray], np.ndarray]
 Rows = int | np.ndarray  # the next so many rows, or the indices of some
 
@@ -94,10 +95,7 @@ def stack_experts(source: TensorSource) -> TensorSource:
     return dataclasses.replace(source, shapes=shapes, load=load)
 
 
-def computed(
-    source: TensorSource,
-    parts: Mapping[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Computation]],
-) -> TensorSource:
+def computed(source: TensorSource, parts: Mapping[str, tuple[Reshaping, Computation]]) -> TensorSource:
     """A source in which tensors, by the end of their name, are computed from the stored ones.
 
     `parts` gives the shape that follows from the stored one, and the computation, on the whole tensor.

@@ -23,6 +23,7 @@ from oscar_jax.models.family import Family, all_families
 from oscar_jax.models.tensors import stack_experts
 from oscar_jax.models.weights import build_model, open_checkpoint
 
+from . import families_run
 from .test_models import FAMILIES, LLAMA3_SCALING, LOGIT_TOLERANCE
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("fast_compilation")]
@@ -425,3 +426,19 @@ def test_gguf_names_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypa
         for opened in ((config, source), open_checkpoint(tmp_path / "tiny.gguf"))
     ]
     assert np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max() <= 2e-5
+
+
+def test_the_recorded_run_is_of_these_families() -> None:
+    """README and docs/models.md show every family, what it answers to, and the installed transformers."""
+    import transformers
+
+    record = families_run.newest_record()
+    again = "run python -m parity_tests.models.families_run --out results"
+    assert record["versions"]["transformers"] == transformers.__version__, again
+    found = {row["family"]: row for row in record["rows"]}
+    assert sorted(found) == sorted(all_families()), again
+    for name, family in all_families().items():
+        row = found[name]
+        assert families_run.description_of(family).items() <= row.items(), again
+        assert row["logits"] <= LOGIT_TOLERANCE and row["calibrates"] and row["generates"], name
+        assert row["gguf"] == bool(family.gguf_architectures), name

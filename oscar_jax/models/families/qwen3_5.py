@@ -6,7 +6,7 @@ import numpy as np
 
 from ..family import Family, Fields, Settings, TensorSource
 from ..hf_config import read_rope
-from ..tensors import computed, stack_experts
+from ..tensors import Computation, Reshaping, computed, stack_experts
 from . import qwen3_next
 from .qwen2_moe import GGUF_SHARED_EXPERT
 from .qwen3_moe import GGUF_EXPERTS, read_experts
@@ -63,7 +63,7 @@ def adapt_gguf(source: TensorSource, config: Any) -> TensorSource:
     def same(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    parts = {
+    parts: dict[str, tuple[Reshaping, Computation]] = {
         f"linear_attn.{end}": (same, lambda tensor, order=order: tensor[order]) for end, order in rows.items()
     }
     parts["linear_attn.out_proj.weight"] = (same, lambda tensor: tensor[:, channels])
