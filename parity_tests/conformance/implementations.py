@@ -203,7 +203,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             _mosaic_pages(),
             _no_hopper,
             head_dims=(64, 128, 256),
-            sequential_head_dim=0,
         ),
         Implementation(
             "triton",

@@ -210,17 +210,13 @@ class TestRefusals:
         )
         return framework.bfloat16(data[None], "cpu"), rotation, want
 
-    def test_kernels(self, framework: Framework) -> None:
-        if framework.name == "jax":
-            pytest.importorskip("jax.experimental.mosaic.gpu")
-            module = framework.module("pallas.quantize.mosaic_gpu")
-        else:
-            pytest.importorskip("triton")
-            module = framework.module("triton_kernels.quantize.triton")
+    def test_kernels(self) -> None:
+        pytest.importorskip("triton")
+        framework = FRAMEWORKS["torch"]
+        module = framework.module("triton_kernels.quantize.triton")
         pages, rotation, _ = self.pages(framework)
-        options = {} if framework.name == "jax" else {"launch": lambda *arguments: None}  # Gluon has its own
         with pytest.raises(NotImplementedError, match="sequential rounding"):
-            module.quantize_page_pair(pages, pages, rotation, **options)
+            module.quantize_page_pair(pages, pages, rotation, launch=lambda *arguments: None)  # Gluon's own
 
     def test_none_goes_on_to_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("triton")

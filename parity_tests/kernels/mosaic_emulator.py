@@ -132,6 +132,9 @@ class Float:
         above = (near > total) | ((near == total) & (error < 0))
         return Float(np.where(above, np.nextafter(near, np.float32(-np.inf)), near))
 
+    def fma_clamped(self, factor, addend):
+        return Float(np.clip(self.fma(factor, addend).value, 0, 1))
+
     def add_to_zero(self, o):
         down = self.fma_down(1.0, o)
         up = Float(-self.value).fma_down(1.0, -Float(o).value)

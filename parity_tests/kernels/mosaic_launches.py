@@ -12,7 +12,24 @@ from oscar_jax.core import cache_format
 from oscar_jax.pallas.decode import merge as merge_mosaic_gpu
 from oscar_jax.pallas.decode import mosaic_gpu as decode_mosaic_gpu
 from oscar_jax.pallas.quantize import mosaic_gpu as quantize_mosaic_gpu
+from oscar_jax.quantize import Feedback
 from parity_tests.kernels import mosaic_emulator as emulator
+
+
+def fed_rotation(rotation: Any, rng: np.random.Generator, steps: dict[str, int], full: bool = False) -> Any:
+    """The rotation with feedback of any size in `steps` blocks by role; `full`: all entries +-127."""
+    fields = dict(vars(rotation))
+    for role, count in steps.items():
+        heads, head_dim, _ = fields[role + "_transform"].shape
+        block = np.arange(head_dim) // (head_dim // count)
+        entries = rng.integers(-127, 128, (heads, head_dim, head_dim))
+        entries = np.where(entries < 0, -127, 127) if full else entries
+        matrix = jnp.asarray(entries * (block[:, None] < block[None]), jnp.int8)
+        shift = rng.choice([0, 7] if full else 8, heads)
+        fields[role + "_feedback"] = Feedback(matrix, jnp.asarray(shift, jnp.int32), count)
+        low = cache_format.FEEDBACK_MULTIPLIER_MIN
+        fields[role + "_multiplier"] = jnp.maximum(fields[role + "_multiplier"], low)
+    return type(rotation)(**fields)
 
 
 @contextlib.contextmanager
@@ -49,7 +66,7 @@ def emulated() -> Iterator[None]:
         return kernel
 
     def quantize(shape: Any) -> Any:
-        inputs, outputs = quantize_mosaic_gpu._argument_names(shape.kinds)
+        inputs, outputs = quantize_mosaic_gpu._argument_names(shape)
 
         def launch(*operands: Any) -> tuple:
             arrays = dict(zip(inputs, map(np.array, operands)))

@@ -30,6 +30,7 @@ from oscar_jax.pallas.append import mosaic_gpu as append_mosaic_gpu  # noqa: E40
 from oscar_jax.pallas.quantize import page  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
 from parity_tests.kernels import mosaic_emulator as emulator  # noqa: E402
+from parity_tests.kernels.mosaic_launches import fed_rotation  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
 HEAD_DIMS = page.HEAD_DIMS
@@ -105,7 +106,7 @@ def emulated() -> Iterator[None]:
 
     def kernel(shape: Any) -> Any:
         def run(inputs: list, state: list) -> list:
-            names = append_mosaic_gpu._INPUTS + STATE
+            names = append_mosaic_gpu.input_names(shape) + STATE
             arrays = {name: np.array(array) for name, array in zip(names, [*inputs, *state])}
             kinds = len(append_mosaic_gpu.KINDS)
             for block in np.ndindex(shape.batch, shape.quantize.heads, kinds):
@@ -147,16 +148,24 @@ def test_transform_is_staged_as_the_quantizer_wants_it(head_dim: int) -> None:
     assert (machine.shared.view(np.int32)[SHARED_BASE // 4 :] == want.reshape(-1)).all()
 
 
-# (head_dim, heads, heads of the rotation): the lengths of a batch are those around every change of layout.
-GEOMETRIES = [(64, 2, 1), (128, 1, 1), (256, 1, 1)]
+# (head_dim, heads, heads of the rotation, blocks of sequential rounding by role).
+# The lengths of a batch are those around every change of layout.
+GEOMETRIES = [
+    (64, 2, 1, {"key": 4}),
+    (64, 2, 2, {"key": 2, "value": 4}),
+    (128, 1, 1, {}),
+    (256, 1, 1, {}),
+]
 LENGTHS = [0, 63, 64, 319, 383, 384, 447, 500]
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "rotation_heads"), GEOMETRIES)
-def test_body_writes_the_bytes_of_the_reference(head_dim: int, heads: int, rotation_heads: int) -> None:
+@pytest.mark.parametrize(("head_dim", "heads", "rotation_heads", "steps"), GEOMETRIES)
+def test_body_writes_the_bytes_of_the_reference(
+    head_dim: int, heads: int, rotation_heads: int, steps: dict[str, int]
+) -> None:
     rng = np.random.default_rng(head_dim)
     cache = make_cache(CacheConfig(heads, heads, head_dim), LENGTHS, 520, rng)
-    rotation = make_rotation(rotation_heads, head_dim, rng)
+    rotation = fed_rotation(make_rotation(rotation_heads, head_dim, rng), rng, steps)
     key, value = make_rows(cache, rng)
     for new in (np.ones(len(LENGTHS)), np.arange(len(LENGTHS)) % 2):
         new = jnp.asarray(new, jnp.int32)
@@ -230,13 +239,14 @@ def lower(function: Any, *arguments: Any) -> str:
         return step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("rotation_heads", [1, 2])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_append_lowers_for_cuda_in_place(head_dim: int, rotation_heads: int) -> None:
+@pytest.mark.parametrize("steps", [{}, {"key": 4, "value": 2}], ids=["nearest", "sequential"])
+@pytest.mark.parametrize(("head_dim", "rotation_heads"), [(64, 2), (128, 1), (256, 2)])
+def test_append_lowers_for_cuda_in_place(head_dim: int, rotation_heads: int, steps: dict[str, int]) -> None:
     """One launch per layer and nothing else; every array that it changes lies where its input lay."""
     config = CacheConfig(2, 4, head_dim)
     cache = jax.eval_shape(lambda: allocate_layer_cache(config, 3, 1000))
-    rotation = jax.eval_shape(lambda: hadamard_rotation(rotation_heads, head_dim))
+    rotation = fed_rotation(hadamard_rotation(rotation_heads, head_dim), np.random.default_rng(0), steps)
+    rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, rotation))
     row = jax.ShapeDtypeStruct((3, 1, 2, head_dim), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((3,), jnp.int32)
 
@@ -246,7 +256,7 @@ def test_append_lowers_for_cuda_in_place(head_dim: int, rotation_heads: int) -> 
     text = lower(step, [cache, cache], rotation, row, row, new)
     assert text.count("custom_call @mosaic_gpu_v2") == 1 and text.count("call @run(") == 2
     (launch,) = (line for line in text.splitlines() if "@mosaic_gpu_v2" in line)
-    first = len(append_mosaic_gpu._INPUTS)
+    first = len(append_mosaic_gpu._INPUTS) + 2 * len(steps)
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", launch)
     assert aliases == [(str(i), str(first + i)) for i in range(len(STATE))]
     operations = set(re.findall(r" = (stablehlo\.\w+)", text))
@@ -319,12 +329,14 @@ def test_a_named_choice_reaches_the_kernel_and_none_the_reference_without_a_gpu(
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("steps", [{}, {"key": 4}, {"key": 4, "value": 4}], ids=str)
 @pytest.mark.parametrize(("head_dim", "rotation_heads"), [(64, 1), (128, 1), (128, 3), (256, 3)])
-def test_steps_on_device(head_dim: int, rotation_heads: int) -> None:
+def test_steps_on_device(head_dim: int, rotation_heads: int, steps: dict[str, int]) -> None:
     """Ragged batches through all changes of layout, eagerly and in a donated loop; bytes of the reference."""
     rng = np.random.default_rng([head_dim, rotation_heads])
     cache = make_cache(CacheConfig(3, 3, head_dim), LENGTHS, 640, rng)
     rotation = jax.tree.map(jnp.asarray, make_rotation(rotation_heads, head_dim, rng))
+    rotation = fed_rotation(rotation, rng, steps)
     rows = [jnp.stack(both) for both in zip(*(make_rows(cache, rng) for _ in range(130)))]
     rows.append(jnp.asarray(rng.integers(0, 2, (130, cache.batch)), jnp.int32))
 

@@ -23,6 +23,7 @@ from oscar_jax import cache as layer_cache  # noqa: E402
 from oscar_jax.cache import LayerCache  # noqa: E402
 from oscar_jax.core import cache_format  # noqa: E402
 from oscar_jax.core.config import CacheConfig  # noqa: E402
+from oscar_jax.core.errors import ShapeError  # noqa: E402
 from oscar_jax.pallas.decode import geometry, queries  # noqa: E402
 from oscar_jax.pallas.decode import merge as merge_mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.decode import mosaic_gpu as decode_mosaic_gpu  # noqa: E402
@@ -32,10 +33,11 @@ from oscar_jax.pallas.machine.tuning import DecodePlan, quantize_plan  # noqa: E
 from oscar_jax.pallas.prefill import mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.quantize import mosaic_gpu as quantize_mosaic_gpu  # noqa: E402
 from oscar_jax.pallas.quantize import page  # noqa: E402
+from oscar_jax.pallas.quantize.sequential import Blocks, CodeWords, code_rows, stage_feedback  # noqa: E402
 from oscar_jax.rotations.rotation import hadamard_rotation  # noqa: E402
 from parity_tests.conformance import rows as row_families  # noqa: E402
 from parity_tests.kernels import mosaic_emulator as emulator  # noqa: E402
-from parity_tests.kernels.mosaic_launches import emulated  # noqa: E402
+from parity_tests.kernels.mosaic_launches import emulated, fed_rotation  # noqa: E402
 
 PAGE = cache_format.PAGE_TOKENS
 HEAD_DIMS = geometry.HEAD_DIMS
@@ -162,6 +164,11 @@ def test_rotated_channels_fill_key_words_in_order() -> None:
     for lane in range(4):  # what one lane collects from tiles 8j .. 8j+7 is one word
         mine = channel.reshape(32, 8)[:8, 2 * lane : 2 * lane + 2].ravel()
         assert (mine == 16 * lane + np.arange(16)).all()
+        for width in (16, 32):  # or its quarter of narrower blocks
+            channel_of = frag.rotated_channel(n, column, width).reshape(32, 8)
+            mine = channel_of[: width // 8, 2 * lane : 2 * lane + 2].ravel()
+            assert (mine == width // 4 * lane + np.arange(width // 4)).all()
+            assert sorted(channel_of.ravel()) == list(range(256))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -437,6 +444,27 @@ def test_quantize_body_writes_the_bytes_of_the_reference(head_dim: int, heads: i
     assert_same_bytes(swapped, quantize.quantize_page_pair(value, key, rotation))
 
 
+# (head_dim, blocks of keys, of values; 0: to the nearest)
+SEQUENTIAL = [(64, 4, 2), (128, 4, 4), (128, 2, 0)]
+
+
+@pytest.mark.parametrize(("head_dim", "key_steps", "value_steps"), SEQUENTIAL)
+def test_sequential_body_writes_the_bytes_of_the_reference(
+    head_dim: int, key_steps: int, value_steps: int
+) -> None:
+    rng = np.random.default_rng([head_dim, key_steps])
+    shape = (1, PAGE, 2, head_dim)
+    key, value = (
+        jnp.asarray(family(rng, (PAGE, 2, head_dim)).view(jnp.bfloat16.dtype).reshape(shape))
+        for family in (row_families.mixed_rows, row_families.all_bit_patterns)
+    )
+    steps = {"key": key_steps} | ({"value": value_steps} if value_steps else {})
+    rotation = fed_rotation(quantizer_rotation(2, head_dim, rng), rng, steps)
+    with emulated():
+        got = quantize_mosaic_gpu.quantize_page_pair(key, value, rotation)
+    assert_same_bytes(got, quantize.quantize_page_pair(key, value, rotation))
+
+
 def test_quantize_body_goes_from_head_to_head() -> None:
     """Two blocks of two warpgroups: one takes keys of three heads, the other what is left, and the values."""
     rng = np.random.default_rng(3)
@@ -461,11 +489,49 @@ def test_codes_and_sums_of_integers_at_the_bounds(bound: int) -> None:
     y = np.resize(y, 32).reshape(2, 16)
     want = (y >= -bound).astype(int) + (y >= 0) + (y >= bound)
     limit = emulator.Int(bound).to_float_up()
-    for row, codes in zip(y, want):
-        floats = [emulator.Int(v).to_float() for v in row]
-        word = page.code_word(machine, [(v, limit) for v in floats])
-        assert (word.value == sum(int(code) << 2 * p for p, code in enumerate(codes))).all()
-        assert (page.sum_magnitudes(floats).signed == (abs(row) // 8).sum()).all()
+    floats = [[emulator.Int(v).to_float() for v in row] for row in y]
+    for place in (page._key_place, page._value_place):
+        words = CodeWords(machine, place)
+        page.code_nearest(tuple(floats), [limit, limit], words)
+        for half, entry in np.ndindex(2, 16):
+            word, p = place(half, entry)
+            assert (words.words[word].value >> 2 * p & 3 == want[half, entry]).all()
+    for row, numbers in zip(y, floats):
+        assert (page.sum_magnitudes(numbers).signed == (abs(row) // 8).sum()).all()
+
+
+@pytest.mark.parametrize(("head_dim", "steps"), [(64, 2), (64, 4), (128, 4), (256, 2), (256, 16)])
+def test_sequential_codes_of_integers_at_the_bounds(head_dim: int, steps: int) -> None:
+    """Rows of Y from one spike to flat, the smallest bounds that a multiplier allows, feedback of +-127."""
+    rng = np.random.default_rng([head_dim, steps])
+    rotation = fed_rotation(quantizer_rotation(1, head_dim, rng), rng, {"key": steps}, full=True)
+    spread = np.arange(PAGE) % 17  # octaves between the largest entry and most others
+    size = np.exp2(rng.uniform(-spread, 0, (head_dim, PAGE))).T * 2.0 ** rng.uniform(0, 24, (PAGE, 1))
+    y = np.rint(size * rng.choice([-1, 1], size.shape)).astype(np.int64)
+    y[:3] = 0
+    y[1, -1], y[2, 0] = -(2**24), 2**24
+    s = (np.abs(y) // 8).sum(-1) // head_dim * 64 >> 5
+    s[3::8] = np.abs(y[3::8]).max(-1)  # ties of a code
+    for shift in (0, 1, 7):
+        feedback = dataclasses.replace(rotation.key_feedback, shift=jnp.asarray([shift], jnp.int32))
+        integers = [jnp.asarray(x[:, None], jnp.int32) for x in (y, s)]
+        want = quantize._sequential_codes(integers[0], integers[1], feedback)[:, 0]
+        blocks = Blocks(head_dim, steps)
+        machine = emulator.Machine(blocks.feedback_bytes, 4)
+        stage_feedback(machine, blocks, 0, machine.pointer(np.asarray(feedback.matrix)), 128)
+        warp, g, c = (x.astype(np.int64) for x in np.unravel_index(np.arange(128), (4, 8, 4)))
+        entries = np.arange(head_dim // 4)
+        column = 2 * c + (entries & 1)[:, None]
+        channel = frag.rotated_channel((entries >> 1)[:, None], column, min(blocks.size, 64))
+        token = [16 * warp + frag.row_token(g, half) for half in range(2)]
+        rows = tuple([emulator.Int(v).to_float() for v in y[t, channel]] for t in token)
+        words = CodeWords(machine, page._key_place)
+        bounds = [emulator.Int(s[t]) for t in token]
+        code_rows(machine, blocks, rows, bounds, emulator.Int(shift), 0, words)
+        for half, entry in np.ndindex(2, head_dim // 4):
+            word, p = page._key_place(half, entry)
+            got = words.words[word].value >> 2 * p & 3
+            assert (got == np.asarray(want)[token[half], channel[entry]]).all(), (shift, half, entry)
 
 
 def quantizer_rotation(heads: int, head_dim: int, rng: np.random.Generator) -> Any:
@@ -588,6 +654,9 @@ def test_quantize_lowers_for_cuda(head_dim: int) -> None:
     pages = jax.ShapeDtypeStruct((5, PAGE, 2, head_dim), jnp.bfloat16)
     rotation = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim)))
     lower_for_cuda(quantize_mosaic_gpu.quantize_page_pair, pages, pages, rotation)
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(2, head_dim))
+    rotation = fed_rotation(rotation, np.random.default_rng(0), {"key": 4, "value": 2})
+    lower_for_cuda(quantize_mosaic_gpu.quantize_page_pair, pages, pages, jax.eval_shape(lambda: rotation))
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -604,6 +673,14 @@ def test_unsupported_shapes_are_named_before_launch() -> None:
     pages = jnp.zeros((1, PAGE, 1, 96), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="head_dim = 96"):
         quantize_mosaic_gpu.quantize_page_pair(pages, pages, rotation)
+    pages = jnp.zeros((1, PAGE, 1, 64), jnp.bfloat16)
+    fed = fed_rotation(quantizer_rotation(1, 64, rng), rng, {"value": 4})
+    fed.value_feedback = dataclasses.replace(fed.value_feedback, steps=8)
+    with pytest.raises(NotImplementedError, match="rounding_steps = 8 of values, head_dim = 64"):
+        quantize_mosaic_gpu.quantize_page_pair(pages, pages, fed)
+    fed.value_feedback = dataclasses.replace(fed.value_feedback, steps=4, shift=jnp.zeros(2, jnp.int32))
+    with pytest.raises(ShapeError, match="value feedback"):
+        quantize_mosaic_gpu.quantize_page_pair(pages, pages, fed)
     cache = random_cache(1, 2, 64, [400], rng)
     query = jnp.zeros((1, 2, 64), jnp.float16)
     with pytest.raises(NotImplementedError, match="float16"):
@@ -696,6 +773,22 @@ def test_quantize_on_device(head_dim: int, family: str) -> None:
         rotation = quantizer_rotation(heads, head_dim, rng)
         got = quantize_mosaic_gpu.quantize_page_pair(pair, pair[::-1], rotation)
         assert_same_bytes(got, quantize.quantize_page_pair(pair, pair[::-1], rotation))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("head_dim", "key_steps", "value_steps"), [*SEQUENTIAL, (256, 4, 4), (256, 16, 8)])
+def test_sequential_pages_on_device(head_dim: int, key_steps: int, value_steps: int, full: bool) -> None:
+    """Every family of rows, feedback as large as it may be."""
+    rng = np.random.default_rng([head_dim, key_steps, full])
+    steps = {"key": key_steps} | ({"value": value_steps} if value_steps else {})
+    for heads, pages in ((1, 1), (5, 61)):
+        rotation = fed_rotation(quantizer_rotation(heads, head_dim, rng), rng, steps, full)
+        for family in row_families.ROW_FAMILIES.values():
+            bits = family(rng, (PAGE * pages, heads, head_dim))
+            pair = jnp.asarray(bits.view(jnp.bfloat16.dtype).reshape(pages, PAGE, heads, head_dim))
+            got = quantize_mosaic_gpu.quantize_page_pair(pair, pair[::-1], rotation)
+            assert_same_bytes(got, quantize.quantize_page_pair(pair, pair[::-1], rotation))
 
 
 @pytest.mark.hopper

@@ -23,16 +23,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import cache_format as fmt
 from ...core.errors import ShapeError
 from ...layer_cache import LayerCache
-from ...quantize import check_transform, require_nearest, round_to_bfloat16
+from ...quantize import check_transform, round_to_bfloat16
 from ..machine.registers import Warpgroup
-from ..quantize.mosaic_gpu import check_mean
+from ..quantize.mosaic_gpu import check_mean, rotation_feedback
 from ..quantize.page import (
     HEAD_DIMS,
     PAGE,
     THREADS,
     QuantizeShape,
     quantize_tile,
-    stage_transform,
+    stage_rotation,
     store_corrections,
     store_value_mean,
 )
@@ -46,6 +46,7 @@ _INPUTS = (
     *("key", "value", "new_lengths", "page_table", "window_table", "value_mean"),
     *("key_transform", "value_transform", "key_multiplier", "value_multiplier"),
 )
+_FEEDBACK = ("key_feedback", "key_feedback_shift", "value_feedback", "value_feedback_shift")
 _STATE = (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "lengths", "history_pages")
 
 
@@ -151,26 +152,31 @@ def _flush(m: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, sourc
     multiplier = m.load_global(m.pointer(refs[kind + "_multiplier"]).at(rotation_head, 4))[0]
     if kind == "value":
         store_value_mean(m, shape, refs, rotation_head)
-    transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
-    stage_transform(m, shape.head_dim, transform, THREADS)
+    shift = stage_rotation(m, shape, refs, kind, rotation_head, THREADS)
     m.wait_copies(0)
     m.order_copies()
     m.sync_warpgroup()
     store_corrections(m, shape, THREADS)
     m.sync_warpgroup()
-    quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier)
+    quantize_tile(m, shape, refs, kind, m.area, own, target * shape.heads + head, multiplier, shift)
 
 
 # ------------------------------------------------------------------------------------------ launch
 
 
+def input_names(shape: AppendShape) -> tuple[str, ...]:
+    """The arrays that the kernel reads: _INPUTS, then the feedback of what is rounded sequentially."""
+    return _INPUTS + tuple(n for n in _FEEDBACK if shape.quantize.blocks_of(n.split("_")[0]))
+
+
 @functools.cache
 def _append_kernel(shape: AppendShape) -> Any:
-    """The compiled-on-first-use kernel of one shape: arrays of _INPUTS and _STATE -> arrays of _STATE."""
+    """The compiled-on-first-use kernel of one shape: input_names and _STATE -> arrays of _STATE."""
     from ..machine.registers import kernel_function
 
     axes = ("sequence", "head", "kind")
-    body = kernel_function(lambda m, block, refs: append_body(m, shape, block, refs), _INPUTS + _STATE, axes)
+    names = input_names(shape) + _STATE
+    body = kernel_function(lambda m, block, refs: append_body(m, shape, block, refs), names, axes)
     kernel = plgpu.kernel(
         body,
         grid=(shape.batch, shape.quantize.heads, len(KINDS)),
@@ -212,6 +218,7 @@ def append_shape(cache: LayerCache, rotation: Any) -> AppendShape:
         blocks=1,
         warpgroups=1,
         kinds=KINDS,
+        steps=rotation_feedback(rotation)[0],
     )
     return AppendShape(
         batch=cache.batch,
@@ -238,14 +245,15 @@ def append_token(
     for name, rows in (("key", key), ("value", value)):
         if rows.shape != (cache.batch, 1, heads, head_dim):
             raise ShapeError(f"{name} rows {rows.shape}, expected {(cache.batch, 1, heads, head_dim)}")
-    require_nearest(rotation, "the Mosaic append kernel")
     shape = append_shape(cache, rotation)
     check_transform(heads, head_dim, rotation.key_transform, rotation.key_multiplier)
     check_transform(heads, head_dim, rotation.value_transform, rotation.value_multiplier)
     check_mean(rotation.value_mean, rotation.value_transform)
     tables = {"page_table": cache.page_table, "window_table": cache.window_table}
     arrays = {"key": round_to_bfloat16(key), "value": round_to_bfloat16(value), "new_lengths": new_lengths}
-    arrays |= {name: getattr(rotation, name) for name in _INPUTS[5:]} | tables
+    arrays |= (
+        {name: getattr(rotation, name) for name in _INPUTS[5:]} | tables | rotation_feedback(rotation)[1]
+    )
     state = [getattr(cache, name) for name in _STATE]
-    written = _append_kernel(shape)([arrays[name] for name in _INPUTS], state)
+    written = _append_kernel(shape)([arrays[name] for name in input_names(shape)], state)
     return dataclasses.replace(cache, **dict(zip(_STATE, written)))

@@ -114,10 +114,13 @@ def row_token(g, half):
     return 2 * g + half
 
 
-def rotated_channel(n, column):
+def rotated_channel(n, column, width=64):
     """Output channel of column `column` (0..7) of the n-th product tile of the row quantizer.
 
-    Chosen so that a lane, which receives columns 2c and 2c + 1, collects the 16 channels of key word
-    4j + c from the eight tiles 8j .. 8j+7, in order.
+    Chosen so that a lane, which receives columns 2c and 2c + 1, collects a quarter of every `width` (16, 32,
+    64) channels in order. Of 64 that is key word 4j + c from the eight tiles 8j .. 8j+7. Sequential rounding
+    has narrow blocks of channels, of which every lane is to have its share.
     """
-    return 64 * (n >> 3) + 16 * (column >> 1) + 2 * (n & 7) + (column & 1)
+    bits = width.bit_length() - 4  # of the number of a tile among those of `width` channels
+    first = width * (n >> bits) + (width >> 2) * (column >> 1)
+    return first + 2 * (n & (1 << bits) - 1) + (column & 1)

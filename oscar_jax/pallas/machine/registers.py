@@ -160,6 +160,11 @@ class Float:
         operands = (self, Float(self._of(factor)), Float(self._of(addend)))
         return _ptx_float("fma.rm.f32 $0, $1, $2, $3;", *operands)
 
+    def fma_clamped(self, factor, addend):
+        """self * factor + addend, rounded once, then brought into 0 .. 1."""
+        operands = (self, Float(self._of(factor)), Float(self._of(addend)))
+        return _ptx_float("fma.rn.sat.f32 $0, $1, $2, $3;", *operands)
+
     def add_to_zero(self, other):
         """The sum, rounded to the next float towards zero."""
         return _ptx_float("add.rz.f32 $0, $1, $2;", self, Float(self._of(other)))

@@ -5,6 +5,7 @@ and role at a time; each of its warpgroups walks over pages of its own (`page.py
 arrive while a page is still being coded.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from ...core import cache_format as fmt
 from ...core.errors import DTypeError, ShapeError
-from ...quantize import check_pages, require_nearest, round_to_bfloat16
+from ...quantize import Feedback, check_pages, round_to_bfloat16
 from ..machine.registers import Warpgroup
 from ..machine.tuning import page_costs, quantize_plan
 from .page import (
@@ -23,10 +24,13 @@ from .page import (
     WARPS,
     QuantizeShape,
     quantize_tile,
-    stage_transform,
+    stage_rotation,
     store_corrections,
     store_value_mean,
 )
+
+BLOCKS = (2, 4, 8, 16)  # of sequential rounding
+SHARED_BYTES = 227 * 1024  # that a block may ask for
 
 # ------------------------------------------------------------------------------------------ kernel body
 
@@ -88,9 +92,8 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
     first = first + m.index
     block.sync_block()  # nobody needs any more what lies in shared memory
     fetch_if_there(first)
-    transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
     threads = THREADS * shape.warpgroups
-    stage_transform(block, shape.head_dim, transform, threads)
+    shift = stage_rotation(block, shape, refs, kind, rotation_head, threads)
     if kind == "value":
         store_value_mean(m, shape, refs, rotation_head)
     m.order_copies()  # the products read the transform past the threads that wrote it
@@ -109,18 +112,19 @@ def _pages(block: Any, shape: QuantizeShape, refs: dict, kind: str, head: Any, f
         m.wait_copies(0)
         m.sync_warp()
         page_head = page * shape.heads + head
-        quantize_tile(m, shape, refs, kind, m.area, slots, page_head, multiplier, fetch_next)
+        quantize_tile(m, shape, refs, kind, m.area, slots, page_head, multiplier, shift, fetch_next)
         return [page + shape.warpgroups]
 
     count = (end - first + (shape.warpgroups - 1)).max(0).udiv(shape.warpgroups)
     m.loop(count, [first], page_step)
 
 
-def _argument_names(kinds: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def _argument_names(shape: QuantizeShape) -> tuple[list[str], list[str]]:
     inputs, outputs = [], []
-    for kind in kinds:
+    for kind in shape.kinds:
         inputs += [kind + "_rows", kind + "_transform", kind + "_multiplier"]
         inputs += ["value_mean"] if kind == "value" else []
+        inputs += [kind + "_feedback", kind + "_feedback_shift"] if shape.blocks_of(kind) else []
         outputs += [kind + "_codes", kind + "_scale"] + (["key_page_mean"] if kind == "key" else [])
     return inputs, outputs
 
@@ -130,7 +134,7 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
     """The compiled-on-first-use kernel of one shape; arrays in the order of _argument_names."""
     from ..machine.registers import compiled_kernel
 
-    inputs, outputs = _argument_names(shape.kinds)
+    inputs, outputs = _argument_names(shape)
     shapes = fmt.int2_array_shapes(shape.pages, shape.heads, shape.head_dim)
     return compiled_kernel(
         lambda m, block, arrays: quantize_body(m, shape, block, arrays),
@@ -143,7 +147,9 @@ def _quantize_kernel(shape: QuantizeShape) -> Any:
     )
 
 
-def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]) -> QuantizeShape:
+def quantize_shape(
+    rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...], steps: tuple[int, int] = (0, 0)
+) -> QuantizeShape:
     """The launch plan for pages [P, 64, K, D]. Raises NotImplementedError."""
     pages, _, heads, head_dim = rows.shape
     if head_dim not in HEAD_DIMS:
@@ -151,31 +157,39 @@ def quantize_shape(rows: jax.Array, transform: jax.Array, kinds: tuple[str, ...]
     if pages < 1:
         raise NotImplementedError(f"{pages} pages: the Mosaic quantize kernel needs at least one")
     blocks, warpgroups = quantize_plan(pages * heads * len(kinds), head_dim)
-    return QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, warpgroups, kinds)
+    shape = QuantizeShape(pages, heads, head_dim, transform.shape[0], blocks, warpgroups, kinds, steps)
+    while shape.shared_bytes > SHARED_BYTES and shape.warpgroups > 1:  # head_dim 256 with feedback
+        shape = dataclasses.replace(shape, warpgroups=shape.warpgroups - 1)
+    return shape
 
 
 def _launch(shape: QuantizeShape, arrays: dict) -> dict[str, jax.Array]:
-    inputs, outputs = _argument_names(shape.kinds)
+    inputs, outputs = _argument_names(shape)
     for kind in shape.kinds:
         arrays[kind + "_rows"] = round_to_bfloat16(arrays[kind + "_rows"])
     return dict(zip(outputs, _quantize_kernel(shape)(*(arrays[n] for n in inputs))))
 
 
 def quantize_key_pages(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array
+    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, feedback: Feedback | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantizes whole pages of keys, centered by their own mean; the bytes of `quantize.quantize_key_pages`.
 
     rows bf16 [P, 64, K, D] -> words int32 [P, K, 64, D/16], scale bf16 [P, K, 64], page_mean bf16 [P, K, D].
     """
     check_pages(rows, transform, multiplier)
-    shape = quantize_shape(rows, transform, ("key",))
-    out = _launch(shape, {"key_rows": rows, "key_transform": transform, "key_multiplier": multiplier})
+    steps, fed = feedback_arrays(transform, {"key": feedback})
+    shape = quantize_shape(rows, transform, ("key",), steps)
+    out = _launch(shape, {"key_rows": rows, "key_transform": transform, "key_multiplier": multiplier, **fed})
     return out["key_codes"], out["key_scale"], out["key_page_mean"]
 
 
 def quantize_value_pages(
-    rows: jax.Array, transform: jax.Array, multiplier: jax.Array, mean: jax.Array
+    rows: jax.Array,
+    transform: jax.Array,
+    multiplier: jax.Array,
+    mean: jax.Array,
+    feedback: Feedback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes whole pages of values, centered by the calibrated mean of the rotation set.
 
@@ -183,15 +197,15 @@ def quantize_value_pages(
     """
     check_pages(rows, transform, multiplier)
     check_mean(mean, transform)
-    shape = quantize_shape(rows, transform, ("value",))
-    arrays = {"value_rows": rows, "value_transform": transform, "value_multiplier": multiplier}
+    steps, fed = feedback_arrays(transform, {"value": feedback})
+    shape = quantize_shape(rows, transform, ("value",), steps)
+    arrays = {"value_rows": rows, "value_transform": transform, "value_multiplier": multiplier, **fed}
     out = _launch(shape, {**arrays, "value_mean": mean})
     return out["value_codes"], out["value_scale"]
 
 
 def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: Any) -> dict[str, jax.Array]:
     """Quantizes pages of keys and values [P, 64, K, D] in one launch: the INT2 arrays, by name."""
-    require_nearest(rotation, "the Mosaic quantizer")
     if key_pages.shape != value_pages.shape:
         raise ShapeError(f"key pages {key_pages.shape} and value pages {value_pages.shape} differ")
     check_pages(key_pages, rotation.key_transform, rotation.key_multiplier)
@@ -199,8 +213,49 @@ def quantize_page_pair(key_pages: jax.Array, value_pages: jax.Array, rotation: A
     check_mean(rotation.value_mean, rotation.value_transform)
     names = ("key_transform", "key_multiplier", "value_transform", "value_multiplier", "value_mean")
     arrays = {name: getattr(rotation, name) for name in names}
-    shape = quantize_shape(key_pages, rotation.key_transform, ("key", "value"))
+    steps, fed = rotation_feedback(rotation)
+    arrays |= fed
+    shape = quantize_shape(key_pages, rotation.key_transform, ("key", "value"), steps)
     return _launch(shape, {"key_rows": key_pages, "value_rows": value_pages, **arrays})
+
+
+def rotation_feedback(rotation: Any) -> tuple[tuple[int, int], dict[str, jax.Array]]:
+    """`feedback_arrays` of a rotation's keys and values."""
+    fed = {kind: getattr(rotation, kind + "_feedback", None) for kind in ("key", "value")}
+    return feedback_arrays(rotation.key_transform, fed)
+
+
+def feedback_arrays(
+    transform: jax.Array, feedback: dict[str, Feedback | None]
+) -> tuple[tuple[int, int], dict[str, jax.Array]]:
+    """The blocks of keys and of values, 0 without feedback, and the arrays of those that are fed, by name.
+
+    Raises ShapeError or DTypeError unless they fit the transform [K or 1, D, D], and NotImplementedError for
+    a number of blocks that the kernel does not serve.
+    """
+    heads, head_dim, _ = transform.shape
+    steps, arrays = {"key": 0, "value": 0}, {}
+    for kind, fed in feedback.items():
+        if fed is None:
+            continue
+        if fed.steps not in BLOCKS or head_dim // fed.steps < fmt.FEEDBACK_BLOCK_MIN:
+            allowed = [n for n in BLOCKS if head_dim // n >= fmt.FEEDBACK_BLOCK_MIN]
+            raise NotImplementedError(
+                f"rounding_steps = {fed.steps} of {kind}s, head_dim = {head_dim}: the Mosaic quantizer "
+                f"serves {allowed}"
+            )
+        if fed.matrix.shape != (heads, head_dim, head_dim) or fed.shift.shape != (heads,):
+            raise ShapeError(
+                f"{kind} feedback {fed.matrix.shape} and shift {fed.shift.shape}, expected "
+                f"{(heads, head_dim, head_dim)} and {(heads,)}"
+            )
+        if fed.matrix.dtype != jnp.int8 or fed.shift.dtype != jnp.int32:
+            raise DTypeError(
+                f"{kind} feedback is {fed.matrix.dtype}, its shift {fed.shift.dtype}: expected int8, int32"
+            )
+        steps[kind] = fed.steps
+        arrays |= {kind + "_feedback": fed.matrix, kind + "_feedback_shift": fed.shift}
+    return (steps["key"], steps["value"]), arrays
 
 
 def check_mean(mean: jax.Array, transform: jax.Array) -> None:

@@ -24,6 +24,7 @@ from jax import lax
 
 from ...core import cache_format as fmt
 from ..machine import fragments as frag
+from .sequential import Blocks, CodeWords, code_rows, stage_feedback
 
 PAGE = fmt.PAGE_TOKENS
 HEAD_DIMS = (64, 128, 256)
@@ -35,7 +36,6 @@ THREADS = 32 * WARPS
 COLUMNS = 64
 HIGH, LOW = 0, 1  # limbs
 
-_SIGNS = 0xFFBB  # gather_bytes: the sign of the first word in both bytes of a half, that of the second
 _CLAMP_BITS = (127 + fmt.MAX_EXPONENT) << 7  # 2**64 as bf16
 _LARGE_BITS = _CLAMP_BITS - (2 << 7)  # 2**62: a sum of two smaller numbers is far from being clamped
 _INFINITY_BITS = 0x7F80
@@ -52,9 +52,20 @@ class QuantizeShape:
     blocks: int
     warpgroups: int  # of a block
     kinds: tuple[str, ...]  # "key", "value" or both
+    steps: tuple[int, int] = (0, 0)  # blocks of sequential rounding of keys and of values, 0: to the nearest
 
-    # Shared memory: the transform, corrections, then per warpgroup, at these byte offsets: a tile of rows,
-    # the mean, the sums of keys of each warp, one word per warp.
+    def blocks_of(self, kind: str) -> Blocks | None:
+        """The blocks of sequential rounding, None where rows are rounded to the nearest."""
+        steps = self.steps[kind == "value"]
+        return Blocks(self.head_dim, steps) if steps else None
+
+    def width(self, kind: str) -> int:
+        """The channels of which every lane gets its share: `frag.rotated_channel`."""
+        blocks = self.blocks_of(kind)
+        return min(blocks.size, 64) if blocks else 64
+
+    # Shared memory: the transform, corrections, the feedback, then per warpgroup, at these byte offsets: a
+    # tile of rows, the mean, the sums of keys of each warp, one word per warp.
     @property
     def transform_bytes(self) -> int:
         return 2 * self.head_dim**2
@@ -65,8 +76,13 @@ class QuantizeShape:
         return self.head_dim + 16
 
     @property
-    def area_start(self) -> int:
+    def feedback_start(self) -> int:
         return self.transform_bytes + 4 * self.correction_stride
+
+    @property
+    def area_start(self) -> int:
+        every = (self.blocks_of(kind) for kind in self.kinds)
+        return self.feedback_start + max(blocks.feedback_bytes if blocks else 0 for blocks in every)
 
     @property
     def row_bytes(self) -> int:
@@ -94,13 +110,30 @@ class QuantizeShape:
         return self.area_start + self.warpgroups * self.area_bytes
 
 
-def stage_transform(m: Any, head_dim: int, transform: Any, threads: int) -> None:
+def stage_rotation(
+    m: Any, shape: QuantizeShape, refs: dict, kind: str, rotation_head: Any, threads: int
+) -> Any:
+    """The transform and the feedback of one head and role, in operand order, in shared memory.
+
+    The first `threads` threads do it. Returns the feedback's shift, None where there is no feedback.
+    """
+    transform = m.pointer(refs[kind + "_transform"]).at(rotation_head, 2 * shape.head_dim**2)
+    stage_transform(m, shape.head_dim, transform, threads, shape.width(kind))
+    blocks = shape.blocks_of(kind)
+    if not blocks:
+        return None
+    feedback = m.pointer(refs[kind + "_feedback"]).at(rotation_head, shape.head_dim**2)
+    stage_feedback(m, blocks, shape.feedback_start, feedback, threads)
+    return m.load_global(m.pointer(refs[kind + "_feedback_shift"]).at(rotation_head, 4))[0]
+
+
+def stage_transform(m: Any, head_dim: int, transform: Any, threads: int, channels: int = 64) -> None:
     """Splits a transform (int16 [D, D] at the pointer) into limbs, in operand order, in shared memory.
 
     The first `threads` threads take blocks of 8 rows and 8 columns; a word of the operand is one limb of four
-    rows of a column.
+    rows of a column. `channels` is the width of `frag.rotated_channel`.
     """
-    row_bits, column_bits, _ = operand_offsets(head_dim)
+    row_bits, column_bits, _ = operand_offsets(head_dim, channels)
     width = head_dim.bit_length() - 4  # bits of the number of a block of columns, or of rows
     units = 1 << 2 * width
     for start in range(0, units, 2 * threads):  # two blocks at a time hide the way to memory
@@ -118,16 +151,16 @@ def stage_transform(m: Any, head_dim: int, transform: Any, threads: int) -> None
                     place = place + ((number >> i) & 1) * bits[3 + i]
             blocks.append((place, words))
         for place, words in blocks:
-            store = functools.partial(_store_limbs, m, head_dim, place, words)
+            store = functools.partial(_store_limbs, m, head_dim, place, words, channels)
             if units < threads:
                 m.when(m.thread.lt(units), store)
             else:
                 store()
 
 
-def _store_limbs(m: Any, head_dim: int, place: Any, words: list) -> None:
+def _store_limbs(m: Any, head_dim: int, place: Any, words: list, channels: int) -> None:
     """The limbs of 8 rows of 8 columns, two columns to a word; `place` is where the first one goes."""
-    row_bits, column_bits, low_limb = operand_offsets(head_dim)
+    row_bits, column_bits, low_limb = operand_offsets(head_dim, channels)
     for column, half in np.ndindex(8, 2):
         four = [row[column // 2] for row in words[4 * half : 4 * half + 4]]
         offset = half * row_bits[2] + sum((column >> i & 1) * column_bits[i] for i in range(3))
@@ -147,7 +180,7 @@ def _gather(m: Any, four: list, byte: int) -> Any:
 
 
 @functools.cache
-def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def operand_offsets(head_dim: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Where `transform_operand` puts the limbs of a transform, asked of that function itself.
 
     Byte offsets that add up: of the bits of a row, of the bits of a column, and of the low limb; the high
@@ -159,7 +192,7 @@ def operand_offsets(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], in
         probes[i, 1 << i, 0] = probes[bits + i, 0, 1 << i] = 1 << fmt.LIMB_BITS
     probes[-1, 0, 0] = 1
     with jax.ensure_compile_time_eval():
-        operand = np.asarray(transform_operand(jnp.asarray(probes)))
+        operand = np.asarray(transform_operand(jnp.asarray(probes), width))
     found = np.argmax(operand.reshape(len(probes), -1).view(np.int8), axis=1).tolist()
     return tuple(found[:bits]), tuple(found[bits:-1]), found[-1]
 
@@ -197,16 +230,17 @@ def quantize_tile(
     slots: list,
     page_head: Any,
     multiplier: Any,
+    shift: Any,
     rows_are_read: Callable[[], None] | None = None,
 ) -> None:
-    """Steps 1-8 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
+    """Steps 1-9 for one staged page of one head: shared memory at `tile` -> its codes, scales and mean.
 
     `slots` are the addresses of the chunks that this thread copied: the chunks thread % (D/8) of some rows;
     the 16 rows of a warp are visible to it. `page_head` = page * heads + head is where the result goes.
-    Shared memory starts with the transform, in the order of `transform_operand` and ordered before the
-    products (`order_copies` in the threads that wrote it, then a barrier), and what `store_corrections`
-    says; the value mean lies in the group's area. `rows_are_read` is called when this warp needs its rows no
-    more.
+    Shared memory starts with what `stage_rotation` stores, ordered before the products (`order_copies` in
+    the threads that wrote it, then a barrier), and what `store_corrections` says; the value mean lies in the
+    group's area. `shift` is what `stage_rotation` returned. `rows_are_read` is called when this warp needs
+    its rows no more.
     """
     if kind == "key":
         words, largest = _clean_own_rows(m, slots)
@@ -235,8 +269,14 @@ def quantize_tile(
         m.store_global(m.pointer(refs[kind + "_scale"]).at(token, 2), [bits[0] | (bits[1] << 16)])
 
     m.when(c.eq(0), store_scales)
+    codes = CodeWords(m, _key_place if kind == "key" else _value_place)
+    blocks = shape.blocks_of(kind)
+    if blocks:
+        code_rows(m, blocks, y, bounds, shift, shape.feedback_start, codes)
+    else:
+        code_nearest(y, [bound.to_float_up() for bound in bounds], codes)
     store = _store_key_words if kind == "key" else _store_value_words
-    store(m, shape, refs, y, [bound.to_float_up() for bound in bounds], page_head, g, c)
+    store(m, shape, refs, codes.words, shape.width(kind), page_head, g, c)
 
 
 def sum_magnitudes(row: list) -> Any:
@@ -246,21 +286,24 @@ def sum_magnitudes(row: list) -> Any:
     return total - (len(row) * (127 + unit << 23) & 0xFFFFFFFF)
 
 
-def code_word(m: Any, entries: list[tuple]) -> Any:
-    """Step 8 for the 16 entries (Y, bound) of a word, in order.
+def _key_place(half: int, entry: int) -> tuple[Any, int]:
+    return (half, entry >> 4), entry & 15
 
-    Y < 0 flips both bits of a code of 3, and -bound <= Y < bound, which is |Y + 1/2| < bound, its low bit.
-    (Where the half is lost, rounding towards zero leaves the right side of every bound.) Two entries are done
-    at a time: each fills half a word with its sign, and a mask picks the bits that are its code's.
+
+def _value_place(half: int, entry: int) -> tuple[Any, int]:
+    return entry >> 3, 2 * (entry & 7) + half
+
+
+def code_nearest(y: tuple, bounds: list, codes: CodeWords) -> None:
+    """Step 8 for two rows: y [half][entry] floats, and the smallest floats that are not below their bounds.
+
+    -bound <= Y < bound is |Y + 1/2| < bound. (Where the half is lost, rounding towards zero leaves the right
+    side of every bound.)
     """
-    word = m.Int(-1)
-    for p in range(8):
-        pair = entries[p::8]
-        inner = [(y.add_to_zero(0.5).abs() - bound).as_int() for y, bound in pair]
-        negative = m.gather_bytes(*(y.as_int() for y, _ in pair), _SIGNS)
-        word = word ^ (negative & (0b11 << 2 * p) * 0x10001)
-        word = word ^ (m.gather_bytes(*inner, _SIGNS) & (0b01 << 2 * p) * 0x10001)
-    return word
+    for entry in range(len(y[0])):
+        for half, bound in enumerate(bounds):
+            here = y[half][entry]
+            codes.add(half, entry, here, here.add_to_zero(0.5).abs() - bound)
 
 
 def store_value_mean(m: Any, shape: QuantizeShape, refs: dict, rotation_head: Any) -> None:
@@ -490,21 +533,38 @@ def _rotate_rows(m: Any, shape: QuantizeShape, limbs: tuple, c: Any) -> tuple[li
     return y
 
 
+# Two lanes exchange halves of their words, or every second byte: distances aside, who keeps what.
+_HALVES, _BYTES = (0x5410, 0x3276), (0x6240, 0x3715)
+
+
+def _exchange(m: Any, word: Any, distance: int, upper: Any, selectors: tuple[int, int]) -> Any:
+    """A word made of this lane's and its partner's; `upper` in the partner with the higher number."""
+    selector = m.select(upper, m.Int(selectors[1]), m.Int(selectors[0]))
+    return m.gather_bytes(word, m.shuffle_xor(word, distance), selector)
+
+
 def _store_key_words(
-    m: Any, shape: QuantizeShape, refs: dict, y: tuple, bounds: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, words: dict, width: int, page_head: Any, g: Any, c: Any
 ) -> None:
-    """Word 4j + c of the two rows: this lane holds its 16 channels."""
+    """The words of the two rows. Of 64 channels a lane holds 16: a word, or 2 or 4 parts of words."""
     words_per_row = shape.head_dim // fmt.CODES_PER_WORD
+    odd, upper = (c & 1).ne(0), (c & 2).ne(0)
+    own = (c >> 1) | (c & 1) << 1 if width == 32 else c
     for half in range(2):
         row = page_head * PAGE + m.warp * 16 + frag.row_token(g, half)
-        base = m.pointer(refs["key_codes"]).at(row, 4 * words_per_row).at(c, 4)
+        base = m.pointer(refs["key_codes"]).at(row, 4 * words_per_row).at(own, 4)
         for j in range(words_per_row // 4):
-            entries = [(x, bounds[half]) for x in y[half][16 * j : 16 * j + 16]]
-            m.store_global(base, [code_word(m, entries)], 16 * j)
+            word = words[half, j]
+            if width == 32:
+                word = _exchange(m, word, 1, odd, _HALVES)
+            elif width == 16:
+                word = _exchange(m, word, 2, upper, _HALVES)
+                word = _exchange(m, word, 1, odd, _BYTES)
+            m.store_global(base, [word], 16 * j)
 
 
 def _store_value_words(
-    m: Any, shape: QuantizeShape, refs: dict, y: tuple, bounds: list, page_head: Any, g: Any, c: Any
+    m: Any, shape: QuantizeShape, refs: dict, words: dict, width: int, page_head: Any, g: Any, c: Any
 ) -> None:
     """Word `warp` of every channel: its 16 codes sit in the eight lanes of a column, two in each.
 
@@ -512,35 +572,32 @@ def _store_value_words(
     turn it into eight nibbles of one channel: lane g keeps the g-th, and the nibbles come in order of rows.
     """
     upper = [(g >> i & 1).ne(0) for i in range(3)]
-    exchanges = ((16, upper[2], 0x5410, 0x3276), (8, upper[1], 0x6240, 0x3715))
-    exchanges = [(distance, m.select(up, m.Int(b), m.Int(a))) for distance, up, a, b in exchanges]
     kept = m.select(upper[0], m.Int(0xF0F0F0F0), m.Int(0x0F0F0F0F))
     turn = m.select(upper[0], m.Int(28), m.Int(4))
     base = m.pointer(refs["value_codes"]).at(page_head, 16 * shape.head_dim).at(m.warp, 4)
     for w in range(shape.head_dim // 32):
-        entries = [(y[half][8 * w + k], bounds[half]) for k in range(8) for half in range(2)]
-        word = code_word(m, entries)
-        for distance, selector in exchanges:
-            word = m.gather_bytes(word, m.shuffle_xor(word, distance), selector)
+        word = _exchange(m, words[w], 16, upper[2], _HALVES)
+        word = _exchange(m, word, 8, upper[1], _BYTES)
         other = m.rotate_left(m.shuffle_xor(word, 4), turn)
         word = (word & kept) | (other & (kept ^ 0xFFFFFFFF))
         entry = g + 8 * w
-        channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1))
+        channel = frag.rotated_channel(entry >> 1, c * 2 + (entry & 1), width)
         m.store_global(base.at(channel, 16), [word])
 
 
 # ------------------------------------------------------------------------------------------ launches
 
 
-def transform_operand(transform: jax.Array) -> jax.Array:
+def transform_operand(transform: jax.Array, width: int = 64) -> jax.Array:
     """int16 [K or 1, D, D] -> int32 [K or 1, 2, D/32, D/8, 2, 8, 4]: right operands of the row products.
 
     Indices: limb (high, low), k-step s, product tile n, part i, column j, word c. A word holds four signed
-    bytes: a limb of the transform's column frag.rotated_channel(n, j) at the rows 32 s + 8 c + 4 i + (0..3).
+    bytes: a limb of the transform's column frag.rotated_channel(n, j, width) at the rows 32 s + 8 c + 4 i +
+    (0..3).
     """
     heads, head_dim, _ = transform.shape
     n, j = jnp.arange(head_dim // 8)[:, None], jnp.arange(8)
-    columns = frag.rotated_channel(n, j)  # [D/8, 8]
+    columns = frag.rotated_channel(n, j, width)  # [D/8, 8]
     x = transform.astype(jnp.int32)
     high = (x + 128) >> fmt.LIMB_BITS
     limbs = jnp.stack([high, x - (high << fmt.LIMB_BITS)], 1).astype(jnp.int8)  # [K, limb, row, column]
