@@ -110,7 +110,7 @@ def _over_cache(
             f"layer {layer.layer_id} attends with sliding_window = {sliding_window}, "
             f"the config says {layer.sliding_window}"
         )
-    if layer.sliding_window is not None and sliding_window is None and not torch.compiler.is_compiling():
+    if sliding_window is None and not torch.compiler.is_compiling():
         require_window(layer.sliding_window, layer.columns + query.shape[2])
     real = None if attention_mask is None else _columns_of(attention_mask)
     softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling

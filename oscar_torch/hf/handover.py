@@ -24,7 +24,18 @@ def interrupted(columns: int) -> ConfigError:
 
 
 def announce(layer: Any, key: Tensor) -> None:
-    """Notes that the attention over `key` is that of `layer`."""
+    """Notes that the attention over `key` is that of `layer`.
+
+    Raises ConfigError where an earlier layer still waits for its attention: the model computes it by itself,
+    over the new keys alone.
+    """
+    waiting = getattr(_handover, "layer", None)
+    if waiting is not None and waiting.layer_id < layer.layer_id:
+        forget_handover()
+        raise ConfigError(
+            f"attention of layer {waiting.layer_id} did not go through transformers' attention interface, "
+            "allowed: models whose attention does (nothing is stored)"
+        )
     _handover.layer, _handover.key, _handover.masked = layer, key, False
 
 
@@ -66,13 +77,19 @@ def note_window(window: int | None) -> None:
     _handover.windows.add(window)
 
 
-def require_window(window: int, columns: int) -> None:
-    """Raises ConfigError where `columns` reach beyond a window that no mask of this step has."""
+def require_window(window: int | None, columns: int) -> None:
+    """Raises ConfigError where `columns` reach beyond a window that only configuration or masks have."""
     windows = getattr(_handover, "windows", None)
-    if columns > window and windows and window not in windows:
+    if not windows or window in windows:
+        return
+    reach = min(w for w in (window, *windows) if w is not None)
+    if columns > reach:
+        given = f"sliding_window = {window} in the configuration, which the model's masks leave out"
+        if window is None or None not in windows:
+            given = f"sliding_window = {window} in the configuration, {sorted(windows, key=str)} in the masks"
         raise ConfigError(
-            f"{columns} columns with sliding_window = {window} in the configuration, which the model's masks "
-            f"leave out, allowed: up to {window} columns, or a configuration that says what the model does"
+            f"{columns} columns with {given}, allowed: up to {reach} columns, or a configuration that says "
+            "what the model does"
         )
 
 

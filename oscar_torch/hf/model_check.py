@@ -105,12 +105,26 @@ def cache_config(config: Any, **windows: int) -> CacheConfig:
 
 def _geometry(text: Any, **windows: int) -> CacheConfig:
     heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    value_dim = getattr(text, "v_head_dim", None) or head_dim
+    if value_dim != head_dim:
+        raise ConfigError(
+            f"{type(text).__name__}: values of {value_dim} channels (v_head_dim) beside keys of {head_dim}, "
+            "allowed: the same number"
+        )
     return CacheConfig(
-        num_query_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        **windows,
+        num_query_heads=heads, num_key_value_heads=_key_value_heads(text), head_dim=head_dim, **windows
     )
+
+
+def _key_value_heads(text: Any) -> int:
+    """Heads of the keys that attention gets, by every key with which transformers' configurations say it."""
+    heads = text.num_attention_heads
+    if getattr(text, "new_decoder_architecture", False):  # Falcon's keys are repeated for all query heads
+        return heads
+    if (one := getattr(text, "multi_query", None)) is not None:  # Falcon, GPT BigCode: whatever else is said
+        return 1 if one else getattr(text, "num_kv_heads", None) or heads
+    return getattr(text, "num_key_value_heads", None) or heads
 
 
 def _hub_id(config: Any) -> str | None:

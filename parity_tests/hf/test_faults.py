@@ -202,7 +202,7 @@ def test_an_interrupted_step_across_a_page_says_what_is_lost(monkeypatch):
 def test_an_interrupted_first_prompt_is_reset(monkeypatch):
     model = make_model("llama")
     (ids,) = prompts(2100)
-    cache = make_cache(model)
+    cache = make_cache(model, prefill_chunk=2048)
     with monkeypatch.context() as patch:
         interrupt(patch, "stored", 3)  # the second layer's first piece
         with pytest.raises(Interruption):

@@ -1,5 +1,7 @@
 """Models whose layers differ in their heads, and models that leave the sliding window to the mask."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +14,7 @@ from oscar_torch.hf.model_check import cache_config, layer_geometries  # noqa: E
 from parity_tests.hf.tiny import (  # noqa: E402
     FAMILIES,
     SLIDING,
+    SMALL,
     TOLERANCE,
     RoundingCache,
     generate,
@@ -42,6 +45,8 @@ OTHERS = {
             "vocab_size_per_layer_input": 97,
         },
     ),
+    # one key for all queries, in one projection with them
+    "gpt_bigcode": (tf.GPTBigCodeConfig, tf.GPTBigCodeForCausalLM, {"num_key_value_heads": 1}),
     # their attention calls name no window
     "phimoe": (
         tf.PhimoeConfig,
@@ -82,7 +87,7 @@ def test_short_sequences_equal_the_dense_cache(family, padded):
     )
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), **TOLERANCE)
-    assert cache.layers[0].sliding_window == 32
+    assert cache.layers[0].sliding_window == getattr(model.config, "sliding_window", None)
 
 
 def test_the_window_is_seen():
@@ -136,3 +141,63 @@ def test_a_window_that_the_model_does_not_apply_is_refused():
         ):
             model(ids[:, 70:], use_cache=True, **with_cache(model, cache))
     assert cache.get_seq_length() == 70
+
+
+def test_a_window_that_only_the_masks_have_is_refused():
+    """A cache whose configuration names no window would read what the model's masks hide."""
+    config_class, model_class, options = OTHERS["phimoe"]
+    torch.manual_seed(1)
+    model = model_class(config_class(**{**SMALL, **options})).eval()
+    (ids,) = prompts(33)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_attn_implementation("oscar")
+        config = copy.deepcopy(model.config)
+        config.sliding_window = None
+        cache = OscarCache(make_rotations(config), config)
+        found = model(ids[:, :32], use_cache=True, **with_cache(model, cache)).logits
+        torch.testing.assert_close(found, expected[:, :32], **TOLERANCE)
+        with pytest.raises(
+            ConfigError,
+            match=r"33 columns with sliding_window = None .*, \[32\] in the masks, allowed: up to 32",
+        ):
+            model(ids[:, 32:], use_cache=True, **with_cache(model, cache))
+    assert cache.get_seq_length() == 32
+
+
+HEADS = [
+    (tf.FalconConfig, {}, 1),
+    (tf.FalconConfig, {"multi_query": False}, 4),
+    (tf.FalconConfig, {"multi_query": False, "num_kv_heads": 2}, 2),
+    (tf.FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2}, 4),
+    (tf.GPTBigCodeConfig, {}, 1),
+    (tf.GPTBigCodeConfig, {"multi_query": False}, 4),
+    (tf.LlamaConfig, {"num_key_value_heads": 2}, 2),
+    (tf.GPT2Config, {}, 4),
+]
+
+
+@pytest.mark.parametrize(("config_class", "options", "heads"), HEADS)
+def test_every_key_that_says_the_heads_of_keys(config_class, options, heads):
+    config = config_class(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, **options)
+    assert cache_config(config).num_key_value_heads == heads
+
+
+def test_values_of_another_size_are_refused():
+    config = tf.LlamaConfig(**SMALL)
+    config.v_head_dim = 32
+    with pytest.raises(ConfigError, match=r"values of 32 channels \(v_head_dim\) beside keys of 16"):
+        OscarCache(make_rotations(tf.LlamaConfig(**SMALL)), config)
+
+
+def test_attention_outside_the_interface_is_refused():
+    """A model that attends by itself would do so over the new keys alone: noticed at its second layer."""
+    model = make_model("llama")
+    cache = make_cache(model)
+    key = torch.zeros(1, 2, 5, 16)
+    cache.update(key, key, 0)
+    with pytest.raises(ConfigError, match="attention of layer 0 did not go through"):
+        cache.update(key, key, 1)
+    assert cache.get_seq_length() == 0
+    generate(model, prompts(5)[0], cache, 2)
+    assert cache.get_seq_length() == 6
