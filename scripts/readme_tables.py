@@ -19,7 +19,14 @@ from oscar_torch.core import cache_format as fmt
 from oscar_torch.core.config import CacheConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "results/README.md", "parity_tests/README.md", "docs/vllm.md", "docs/models.md")
+PAGES = (
+    "README.md",
+    "results/README.md",
+    "parity_tests/README.md",
+    "docs/vllm.md",
+    "docs/models.md",
+    "docs/evaluation.md",
+)
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
