@@ -219,27 +219,34 @@ def test_the_real_cache_answers_as_it_would_one_question(path: Path, step: Any) 
         paged.Paged(load_subject(path), None)
 
 
-def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any, read: Any) -> None:
+def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any) -> None:
     """Pages that fill up on the way are read from two bits; the judge has read the same text in BF16."""
-    writer = writing.make_writer(runner)
-    written, losses = writing.write_texts(writer, METHODS, PROMPT, 128, capacity=512, chunk=64)
-    assert written.shape == losses.shape == (2, 128)
+    writer, prompt = writing.make_writer(runner), PROMPT[:128]
+    written, losses = writing.write_texts(writer, METHODS, prompt, 384, capacity=512, chunk=64)
+    assert written.shape == losses.shape == (2, 384)
+    assert runner.config.cache_config().history_pages(512) == 3  # of which two were written, not read
     (end,) = runner.config.eos_token_ids
     assert end not in written
-    for method, tokens in zip(METHODS, written):
-        log_p, caches = read[method.kind]
-        for token in tokens:
-            # Codes are multiplied in the rotated basis there, rows rotated back first here: a tie may fall
-            # to either side.
-            assert log_p[token] > log_p.at[end].set(-jnp.inf).max() - 1e-3
+
+    def decoded(kind: str, tokens: np.ndarray) -> np.ndarray:
+        """Log-probabilities [T, V] of what follows the prompt and each of the tokens but the last."""
+        caches: Any = allocate_model_cache(runner.config, 1, 576, kind=kind)
+        found = []
+        for token in [*prompt, *tokens[:-1]]:
             log_p, caches = step(jnp.int32(token), caches)
-    log_p, caches = read["bf16"]
-    expected = []
-    for token in written[1]:
-        expected.append(-log_p[token])
-        log_p, caches = step(jnp.int32(token), caches)
+            found.append(log_p)
+        return np.asarray(jnp.stack(found[len(prompt) - 1 :]))
+
+    for method, tokens in zip(METHODS, written):
+        log_p = decoded(method.kind, tokens)
+        chosen = np.take_along_axis(log_p, tokens[:, None], axis=1)[:, 0]
+        log_p[:, end] = -np.inf
+        # Codes are multiplied in the rotated basis there, rows rotated back first here: a tie may fall to
+        # either side.
+        assert (chosen > log_p.max(axis=1) - 1e-3).all()
+    expected = -np.take_along_axis(decoded("bf16", written[1]), written[1][:, None], axis=1)[:, 0]
     np.testing.assert_allclose(losses[1], expected, atol=2e-3)
-    assert writing.agreement(written)[0] == 128
+    assert writing.agreement(written)[0] == 384
     assert writing.agreement(np.asarray([[1, 2, 3], [1, 5, 3], [4, 2, 3]])).tolist() == [3, 1, 0]
     assert writing.variety(np.asarray([1, 2, 3, 4, 5])) == 1 and writing.variety(np.ones(9, int)) == 1 / 6
     with pytest.raises(ConfigError, match="prompt = 100 tokens"):
