@@ -19,11 +19,11 @@ from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
-from oscar_jax.evaluation import asking, paged, task_job, task_report, tasks, writing
+from oscar_jax.evaluation import asking, fidelity, paged, task_job, task_report, tasks, writing
 from oscar_jax.evaluation import scorer as scorer_module
 from oscar_jax.evaluation.blockwise import StoredRows, attend_few, attend_rows, finish
 from oscar_jax.evaluation.scorer import Scorer
-from oscar_jax.evaluation.stepper import Method, Runner, make_runner
+from oscar_jax.evaluation.stepper import Method, Runner, make_runner, recipes_of
 from oscar_jax.evaluation.subject import load_subject
 from oscar_jax.evaluation.tasks import Question, TaskContext
 from oscar_jax.layer_cache import LayerCache
@@ -219,23 +219,22 @@ def test_the_real_cache_answers_as_it_would_one_question(path: Path, step: Any) 
         paged.Paged(load_subject(path), None)
 
 
-def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any) -> None:
+def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, step: Any, read: Any) -> None:
     """Pages that fill up on the way are read from two bits; the judge has read the same text in BF16."""
-    writer, prompt = writing.make_writer(runner), PROMPT[:128]
-    written, losses = writing.write_texts(writer, METHODS, prompt, 384, capacity=512, chunk=64)
-    assert written.shape == losses.shape == (2, 384)
-    assert runner.config.cache_config().history_pages(512) == 3  # of which two were written, not read
+    writer = writing.make_writer(runner)
+    written, losses = writing.write_texts(writer, METHODS, PROMPT, 128, capacity=512, chunk=64)
+    assert written.shape == losses.shape == (2, 128)
     (end,) = runner.config.eos_token_ids
     assert end not in written
 
     def decoded(kind: str, tokens: np.ndarray) -> np.ndarray:
         """Log-probabilities [T, V] of what follows the prompt and each of the tokens but the last."""
-        caches: Any = allocate_model_cache(runner.config, 1, 576, kind=kind)
-        found = []
-        for token in [*prompt, *tokens[:-1]]:
+        log_p, caches = read[kind]
+        found = [log_p]
+        for token in tokens[:-1]:
             log_p, caches = step(jnp.int32(token), caches)
             found.append(log_p)
-        return np.asarray(jnp.stack(found[len(prompt) - 1 :]))
+        return np.array(jnp.stack(found))
 
     for method, tokens in zip(METHODS, written):
         log_p = decoded(method.kind, tokens)
@@ -246,9 +245,18 @@ def test_texts_are_written_as_in_decoding_and_judged_by_bf16(runner: Runner, ste
         assert (chosen > log_p.max(axis=1) - 1e-3).all()
     expected = -np.take_along_axis(decoded("bf16", written[1]), written[1][:, None], axis=1)[:, 0]
     np.testing.assert_allclose(losses[1], expected, atol=2e-3)
-    assert writing.agreement(written)[0] == 384
+    assert writing.agreement(written)[0] == 128
     assert writing.agreement(np.asarray([[1, 2, 3], [1, 5, 3], [4, 2, 3]])).tolist() == [3, 1, 0]
     assert writing.variety(np.asarray([1, 2, 3, 4, 5])) == 1 and writing.variety(np.ones(9, int)) == 1 / 6
+    # What the real quantizer makes of the rows is kept, for the time when the page leaves the recent window.
+    last, rows = asking.read_text(runner, METHODS, PROMPT, capacity=512, chunk=64)
+    recipes: Any = recipes_of(METHODS, (0,))
+    _, _, rows = writer.write(runner.state, rows, writer.first(runner.state, last), 384, recipes)
+    page = [store[1, :, 384:448].swapaxes(0, 1) for store in (rows[0].key, rows[0].value)]
+    restored = fidelity.reconstruct_pages(page[0], page[1], METHODS[1].rotations[0])
+    for found, expected in zip((rows[0].restored_key, rows[0].restored_value), restored):
+        np.testing.assert_allclose(found[1, :, 384:448].swapaxes(0, 1), expected, atol=1e-5)
+        assert np.abs(expected).max() > 0.1
     with pytest.raises(ConfigError, match="prompt = 100 tokens"):
         writing.write_texts(writer, METHODS, PROMPT[:100], 64, capacity=512, chunk=64)
 
