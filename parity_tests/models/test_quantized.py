@@ -26,7 +26,7 @@ from .test_families import VOCABULARY, random_reference
 from .test_models import LOGIT_TOLERANCE
 from .tiny_model import write_byte_tokenizer
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("fast_compilation")]
 
 
 def source_of(tensors: dict[str, Any], directory: Path) -> TensorSource:
