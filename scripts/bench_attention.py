@@ -2,6 +2,7 @@
 
     python scripts/bench_attention.py            # the quick cases, about a minute
     python scripts/bench_attention.py --full     # every shape, batch and length
+    python scripts/bench_attention.py --what write append   # the write path alone, either rounding
 
 Every INT2 figure stands next to the BF16 kernel of the same run (`jax.nn.dot_product_attention`, cuDNN) and
 next to the time that its bytes alone would take at the device's copy bandwidth, measured in the same run.
@@ -35,6 +36,7 @@ from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import OscarError
 from oscar_jax.layer_cache import LayerCache
+from oscar_jax.quantize import Feedback
 from oscar_jax.rotations.rotation import LayerRotation, hadamard_rotation
 
 # Largest relative error of a row of attention against the float32 reference: a bf16 result is rounded by up
@@ -43,6 +45,9 @@ TOLERANCE = 3e-3
 BASELINE_TOLERANCE = 1e-2
 COLD_BYTES = 300 << 20  # several times any L2
 PER_SEQUENCE = ("page_table", "window_table", "lengths", "history_pages")  # fields of a cache
+WRITE_SHAPE = "qwen3-8b"  # of the quick cases
+WHAT = ("decode", "write", "append")
+ROUNDINGS = ("nearest", "sequential")
 INT2_KERNELS = {
     "mosaic_gpu": "oscar_jax.pallas.decode.mosaic_gpu",
     "xla": "oscar_jax.attention, compiled by XLA",
@@ -88,6 +93,20 @@ def _random_cache(seed: int, config: CacheConfig, batch: int, length: int) -> La
     )
 
 
+def random_rotation(heads: int, head_dim: int, rounding: str = "nearest") -> LayerRotation:
+    """A Hadamard rotation; with "sequential" feedback of any size in four blocks, keys and values."""
+    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    if rounding == "nearest":
+        return rotation
+    steps = min(4, head_dim // fmt.FEEDBACK_BLOCK_MIN)
+    block = jnp.arange(head_dim) // (head_dim // steps)
+    limit = fmt.FEEDBACK_LIMIT
+    entries = jax.random.randint(jax.random.key(5), (heads, head_dim, head_dim), -limit, limit + 1)
+    matrix = jnp.where(block[:, None] < block[None], entries, 0).astype(jnp.int8)
+    feedback = Feedback(matrix, jnp.full(heads, fmt.FEEDBACK_MAX_SHIFT, jnp.int32), steps)
+    return dataclasses.replace(rotation, key_feedback=feedback, value_feedback=feedback)
+
+
 class WrongKernelError(OscarError):
     """A kernel differs from the reference, so its time means nothing."""
 
@@ -96,7 +115,7 @@ def check_kernels(config: CacheConfig, options: argparse.Namespace) -> None:
     """Raises WrongKernelError unless the kernels to be timed agree with the reference on small inputs.
 
     Decode attention within TOLERANCE on three sequences of different length, the BF16 baseline within its
-    own; pages and appended tokens byte for byte, two flushes included.
+    own; pages and appended tokens byte for byte in either rounding, two flushes included.
     """
     heads, head_dim = config.num_key_value_heads, config.head_dim
     lengths = [1022, 703, 64]  # the first two flush a page at 1024 and 704
@@ -105,14 +124,15 @@ def check_kernels(config: CacheConfig, options: argparse.Namespace) -> None:
         lengths=jnp.asarray(lengths, jnp.int32),
         history_pages=jnp.asarray([config.history_pages(n) for n in lengths], jnp.int32),
     )
-    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    roundings = ROUNDINGS if head_dim >= 2 * fmt.FEEDBACK_BLOCK_MIN else ROUNDINGS[:1]
+    rotations = [random_rotation(heads, head_dim, rounding) for rounding in roundings]
     keys = iter(jax.random.split(jax.random.key(7), 4))
     query = jax.random.normal(next(keys), (len(lengths), config.num_query_heads, head_dim), jnp.bfloat16)
     scale = head_dim**-0.5
 
     def attended(query: jax.Array, name: str) -> jax.Array:
         function = functools.partial(ops.decode_attention, softmax_scale=scale, implementation=name)
-        return jax.jit(function)(query, cache, rotation)
+        return jax.jit(function)(query, cache, rotations[0])
 
     got = attended(query, options.implementation)
     want = attended(query.astype(jnp.float32), "xla")
@@ -120,23 +140,23 @@ def check_kernels(config: CacheConfig, options: argparse.Namespace) -> None:
 
     page = (3, fmt.PAGE_TOKENS, heads, head_dim)
     key, value = (jax.random.normal(next(keys), page, jnp.bfloat16) for _ in "kv")
-    quantized, reference = (
-        jax.jit(functools.partial(ops.quantize_pages, implementation=name))(key, value, rotation)
-        for name in (options.implementation, "xla")
-    )
-    for name in reference:
-        _require_equal(f"page quantizer, {name}", quantized[name], reference[name])
-
-    row = key[:, :1]
     new = jnp.ones(len(lengths), jnp.int32)
-    stored = {name: cache for name in (options.implementation, "xla")}
-    for _ in range(3):
-        stored = {
-            name: _append(cache, rotation, row, new, implementation=name) for name, cache in stored.items()
-        }
-    for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "lengths", "history_pages"):
-        arrays = [getattr(stored[choice], name) for choice in (options.implementation, "xla")]
-        _require_equal(f"append, {name}", *arrays)
+    for rotation in rotations:
+        quantized, reference = (
+            jax.jit(functools.partial(ops.quantize_pages, implementation=name))(key, value, rotation)
+            for name in (options.implementation, "xla")
+        )
+        for name in reference:
+            _require_equal(f"page quantizer, {name}", quantized[name], reference[name])
+        stored = {name: cache for name in (options.implementation, "xla")}
+        for _ in range(3):
+            stored = {
+                name: _append(cache, rotation, key[:, :1], new, implementation=name)
+                for name, cache in stored.items()
+            }
+        for name in (*fmt.INT2_ARRAYS, *fmt.WINDOW_ARRAYS, "lengths", "history_pages"):
+            arrays = [getattr(stored[choice], name) for choice in (options.implementation, "xla")]
+            _require_equal(f"append, {name}", *arrays)
 
     attend: Any = jax.nn.dot_product_attention
     dense = [query[:1, None], *(rows.reshape(1, -1, heads, head_dim) for rows in (key, value))]
@@ -246,10 +266,12 @@ def bench_decode(
     return row
 
 
-def bench_write(name: str, pages: int, bandwidth: float, options: argparse.Namespace) -> dict[str, Any]:
+def bench_write(
+    name: str, rounding: str, pages: int, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
     """Quantizing `pages` pages of keys and values of all heads of one layer, in microseconds."""
     heads, _, head_dim = SHAPES[name]
-    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    rotation = random_rotation(heads, head_dim, rounding)
     shape = (pages, fmt.PAGE_TOKENS, heads, head_dim)
     key, value = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2))
 
@@ -262,6 +284,7 @@ def bench_write(name: str, pages: int, bandwidth: float, options: argparse.Names
     return {
         "what": "write",
         "shape": name,
+        "rounding": rounding,
         "pages": pages,
         "int2_us": time_us,
         "int2_floor_us": moved / bandwidth * 1e6,
@@ -269,14 +292,14 @@ def bench_write(name: str, pages: int, bandwidth: float, options: argparse.Names
     }
 
 
-def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def bench_append(name: str, rounding: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Storing one token of every sequence, averaged over the 64 steps in which each flushes one page.
 
     As in a decoder, a step stores into several layers, which share what a loop costs by itself.
     """
     heads, query_heads, head_dim = SHAPES[name]
     config = CacheConfig(heads, query_heads, head_dim)
-    rotation = jax.tree.map(jnp.asarray, hadamard_rotation(heads, head_dim))
+    rotation = random_rotation(heads, head_dim, rounding)
     # Fresh lengths, so that sequence b flushes in step b: the flushes of a batch rarely coincide.
     lengths = [1024 + b % fmt.PAGE_TOKENS for b in range(batch)]
     history = [config.history_pages(n) for n in lengths]
@@ -302,6 +325,7 @@ def bench_append(name: str, batch: int, options: argparse.Namespace) -> dict[str
     return {
         "what": "append",
         "shape": name,
+        "rounding": rounding,
         "batch": batch,
         "int2_us": (steps(2) - steps(1)) / (fmt.PAGE_TOKENS * LAYERS),
     }
@@ -357,13 +381,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells += [number(r["int2_us"] / r["int2_floor_us"], 2), number(r["bf16_us"])]
         cells += [number(r["bf16_floor_us"]), number(speedup, 2)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| write | pages | µs | share of copy bandwidth |", "|---|---|---|---|"]
+    lines += ["", "| write | rounding | pages | µs | share of copy bandwidth |", "|---|---|---|---|---|"]
     for r in (r for r in rows if r["what"] == "write"):
         share = number(100 * r["share_of_copy_bandwidth"]) + " %"
-        lines.append(f"| {r['shape']} | {r['pages']} | {number(r['int2_us'])} | {share} |")
-    lines += ["", "| append, flush amortized | B | µs |", "|---|---|---|"]
+        lines.append(f"| {r['shape']} | {r['rounding']} | {r['pages']} | {number(r['int2_us'])} | {share} |")
+    lines += ["", "| append, flush amortized | rounding | B | µs |", "|---|---|---|---|"]
     for r in (r for r in rows if r["what"] == "append"):
-        lines.append(f"| {r['shape']} | {r['batch']} | {number(r['int2_us'], 2)} |")
+        lines.append(f"| {r['shape']} | {r['rounding']} | {r['batch']} | {number(r['int2_us'], 2)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -423,6 +447,8 @@ def run(options: argparse.Namespace) -> None:
 
     every = itertools.product(options.shapes, options.batches, options.lengths)
     cases = list(every if options.full else QUICK)
+    if "decode" not in options.what and not options.full:
+        cases = [case for case in cases if case[0] == WRITE_SHAPE]
     right = []
     for name in dict.fromkeys(name for name, *_ in cases):
         try:
@@ -432,13 +458,19 @@ def run(options: argparse.Namespace) -> None:
             head.setdefault("not_timed", {})[name] = f"{type(reason).__name__}: {reason}"[:300]
             print("not timed:", name, head["not_timed"][name])
     cases = [case for case in cases if case[0] in right]
-    for name, batch, length in cases:
+    for name, batch, length in cases if "decode" in options.what else []:
         case = f"decode {name} B={batch} S={length}"
         record(case, lambda n=name, b=batch, s=length: bench_decode(n, b, s, bandwidth, options))
-    for name in (name for name in (options.shapes if options.full else ["qwen3-8b"]) if name in right):
-        record(f"write {name}", lambda n=name: bench_write(n, options.write_pages, bandwidth, options))
+    writers = [name for name in (options.shapes if options.full else [WRITE_SHAPE]) if name in right]
+    for name, rounding in itertools.product(writers, ROUNDINGS):
+        arguments: Any = (name, rounding)
+        if "write" in options.what:
+            write = functools.partial(bench_write, *arguments, options.write_pages, bandwidth, options)
+            record(f"write {name} {rounding}", write)
         for batch in options.batches if options.full else [8]:
-            record(f"append {name} B={batch}", lambda n=name, b=batch: bench_append(n, b, options))
+            if "append" in options.what:
+                append = functools.partial(bench_append, *arguments, batch, options)
+                record(f"append {name} {rounding} B={batch}", append)
     output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     output.with_suffix(".md").write_text(document(head, rows))
     plot(rows, output.with_suffix(".png"))
@@ -450,6 +482,7 @@ def run(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="all --shapes x --batches x --lengths")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))

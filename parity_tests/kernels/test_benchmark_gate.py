@@ -68,6 +68,7 @@ def test_nothing_is_timed_after_a_refusal(options: argparse.Namespace, monkeypat
     monkeypatch.setattr(decode, "measure", timed)
     common: dict[str, Any] = {"full": False, "shapes": ["qwen3-8b"], "batches": [1], "lengths": [1000]}
     common |= {"seconds": 9e9, "out": str(tmp_path), "copy_bytes": 1, "length": 1000}
+    common["what"] = list(attention.WHAT)
     with pytest.raises(SystemExit):
         attention.run(argparse.Namespace(**vars(options), **common))
     report = json.loads((tmp_path / "bench_attention.json").read_text())
