@@ -31,6 +31,8 @@ def layer_windows(config: Any) -> list[int | None]:
         raise refuse("bidirectional attention")
     if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         raise refuse("layers that share another layer's keys and values")
+    if crossed := getattr(text, "cross_attention_layers", None):
+        raise refuse(f"cross-attention in layers {list(crossed)}")
     layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     if getattr(text, "num_attention_heads", None) is None:
         raise refuse("no attention heads")

@@ -10,6 +10,7 @@ by single tokens; and a left-padded batch equals its sequences alone. Each type 
 
 import argparse
 import datetime
+import inspect
 import json
 import multiprocessing
 import os
@@ -74,11 +75,11 @@ class EagerOverPages(DynamicCache):
     """
 
     def __init__(self, model: Any, rotations: Any) -> None:
-        super().__init__()
-        windows = model_check.layer_windows(model.config)
+        # Only hybrids need their layers from the configuration, which would give windows to others.
+        super().__init__(config=model.config if model_check.linear_layers(model.config) else None)
         geometry = model_check.cache_config(model.config)
         self.rotations = rotations.layers
-        paged = DEFAULT_WINDOW_POLICY.int2_layers(windows)
+        paged = model_check.int2_layers(model.config, DEFAULT_WINDOW_POLICY)
         self.stores = {layer: allocate_layer_cache(geometry, 1, 1024) for layer in paged}
 
     def update(self, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def small(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kinds := values.get("layer_types"), list) and len(kinds) > 2:
         # Two layers of different kinds, if there are any: the last one is usually full attention.
         changes["layer_types"] = [kinds[0], kinds[-1]]
-    changes |= {key: None for key in TOKENS if key in values and not isinstance(values[key], list)}
+    changes |= {key: 0 for key in TOKENS if isinstance(values.get(key), int)}
     return changes
 
 
@@ -169,8 +170,11 @@ def check(model_type: str) -> dict[str, Any]:
         model = tiny_model(model_type)
     except Exception as error:  # whatever a configuration needs that this machine or these sizes lack
         return {"outcome": "not built", "why": f"{type(error).__name__}: {error}"}
+    if not {"cache", "past_key_values"} & set(inspect.signature(model.forward).parameters):
+        return {"outcome": "refused", "why": "the model's forward takes no cache"}
     try:
-        rotations = make_rotations(model.config)
+        model_check.layer_windows(model.config)  # refuses what has no attention, before its heads are read
+        rotations = make_rotations(model.config.get_text_config(decoder=True))
         hf_cache.OscarCache(rotations, model.config)
     except OscarError as error:
         return {"outcome": "refused", "why": str(error)}
@@ -261,6 +265,10 @@ def main() -> None:
     if arguments.out is None:
         return
     date = datetime.date.today().isoformat()
+    folder = arguments.out / "transformers-sweep" / f"cpu-{date}"
+    if arguments.types and (folder / "run.json").exists():  # a run of today is brought up to date
+        earlier = json.loads((folder / "run.json").read_text())["rows"]
+        rows = sorted([*rows, *(row for row in earlier if row["type"] not in types)], key=lambda r: r["type"])
     record = {
         "command": "python -m parity_tests.hf.sweep --out results",
         "date": date,
@@ -272,7 +280,6 @@ def main() -> None:
         "tolerance": TOLERANCE,
         "rows": rows,
     }
-    folder = arguments.out / "transformers-sweep" / f"cpu-{date}"
     os.makedirs(folder, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "page.md").write_text(page_of(record))

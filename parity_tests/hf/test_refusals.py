@@ -30,6 +30,7 @@ pytestmark = pytest.mark.hf
         (tf.JambaConfig(), "layer 0 is '(linear_attention|mamba)'"),
         (tf.Gemma3nTextConfig(), "share another layer's keys and values"),
         (tf.Llama4TextConfig(), "layer 0 is 'chunked_attention'"),
+        (tf.models.mllama.MllamaTextConfig(), r"cross-attention in layers \[3, 8"),
         (tf.LlamaConfig(**SMALL, head_dim=24), "head_dim = 24"),
     ],
 )
