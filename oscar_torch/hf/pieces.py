@@ -103,6 +103,7 @@ def attend_in_pieces(
         if isinstance(store, LayerCache):
             known = [(length, store.config.history_pages(length)) for length in now]
             store.known_counts = known  # pyright: ignore[reportAttributeAccessIssue]
+            store.known_whole = together  # pyright: ignore[reportAttributeAccessIssue]
         result = chunk_attention(
             *piece, store, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
         )
@@ -113,7 +114,8 @@ def attend_in_pieces(
             out[sequence, column[sequence, index]] = result[sequence, index]
         if isinstance(store, LayerCache):
             store.known_counts = None  # pyright: ignore[reportAttributeAccessIssue]
-        _store_rows(store, rotation, *piece[1:], places, implementation)
+            store.known_whole = False  # pyright: ignore[reportAttributeAccessIssue]
+        _store_rows(store, rotation, *piece[1:], places, implementation, now[0] if together else None)
         done = [n + t for n, t in zip(done, take)]
     return out
 
@@ -125,8 +127,9 @@ def _store_rows(
     value: Tensor,
     places: Places | RingPlaces,
     implementation: str | None,
+    length: int | None,
 ) -> None:
-    """`cache.append_rows` with its answers given."""
+    """`cache.append_rows` with its answers given; length: what every sequence holds, if all hold the same."""
     if isinstance(store, DenseCache):
         assert isinstance(places, RingPlaces)
         for array, new in ((store.key, key), (store.value, value)):
@@ -137,13 +140,12 @@ def _store_rows(
     assert isinstance(places, Places)
     key, value = round_to_bfloat16(key), round_to_bfloat16(value)
     if places.page_sequence.numel():
-        source = store.window_table[places.page_sequence, places.page_slot]
         destination = store.page_table[places.page_sequence, places.page_number].long()
-        is_new = places.page_is_new[..., None, None]
-        pages = []
-        for new, old in ((key, store.window_key), (value, store.window_value)):
-            rows = new[places.page_sequence[:, None], places.page_step]
-            pages.append(torch.where(is_new, rows, old[source].transpose(1, 2)))
+        pages = (
+            _pages_by_place(store, key, value, places)
+            if length is None
+            else _pages(store, key, value, length)
+        )
         quantized = ops.quantize_pages(pages[0], pages[1], rotation, implementation=implementation)
         for name, array in quantized.items():
             getattr(store, name)[destination] = array
@@ -152,6 +154,35 @@ def _store_rows(
         array[target, :, places.row_token] = new[places.row_sequence, places.row_step]
     store.lengths += places.new_lengths
     store.history_pages.copy_(places.history)
+
+
+def _pages_by_place(store: LayerCache, key: Tensor, value: Tensor, places: Places) -> list[Tensor]:
+    """Rows of the pages to quantize, [M, 64, K, D] of keys and of values."""
+    source = store.window_table[places.page_sequence, places.page_slot]
+    is_new = places.page_is_new[..., None, None]
+    pages = []
+    for new, old in ((key, store.window_key), (value, store.window_value)):
+        rows = new[places.page_sequence[:, None], places.page_step]
+        pages.append(torch.where(is_new, rows, old[source].transpose(1, 2)))
+    return pages
+
+
+def _pages(store: LayerCache, key: Tensor, value: Tensor, length: int) -> list[Tensor]:
+    """The same where every sequence holds `length` tokens: stored rows, then new ones, none by its index."""
+    config, batch, tokens = store.config, *key.shape[:2]
+    before, after = config.history_pages(length), config.history_pages(length + tokens)
+    first, end = ((config.sink_pages + pages) * PAGE for pages in (before, after))
+    stored = range(first // PAGE, -(-min(length, end) // PAGE))
+    slots = [recent_slot(page, config) for page in stored]
+    pages = []
+    for new, old in ((key, store.window_key), (value, store.window_value)):
+        rows = new[:, max(0, first - length) : max(0, end - length)]
+        if slots:
+            kept = torch.stack([old[store.window_table[:, slot].long()] for slot in slots], dim=1)
+            kept = kept.transpose(2, 3).flatten(1, 2)[:, : min(length, end) - first]
+            rows = torch.cat([kept, rows], dim=1)
+        pages.append(rows.reshape(batch * (after - before), PAGE, *rows.shape[2:]))
+    return pages
 
 
 def _places_of(

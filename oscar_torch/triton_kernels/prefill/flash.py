@@ -73,9 +73,11 @@ def chunk_attention(
     counts = cache.known_counts
     if counts is None:
         counts = torch.stack([cache.lengths, cache.history_pages], dim=1).tolist()
-    live = torch.arange(tokens, device=query.device) < new_lengths[:, None]
-    # Rows that are no tokens may hold anything; behind the causal mask their weight 0 would not hide NaN.
-    key, value = (x.to(query.dtype).masked_fill(~live[..., None, None], 0) for x in (key, value))
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    if not cache.known_whole:
+        live = torch.arange(tokens, device=query.device) < new_lengths[:, None]
+        # Rows that are no tokens may hold anything; behind the causal mask weights of 0 would not hide NaN.
+        key, value = (x.masked_fill(~live[..., None, None], 0) for x in (key, value))
     out = query.new_empty(query.shape, dtype=torch.float32)
     for b, (length, history) in enumerate(counts):
         part = slice(b, b + 1)
@@ -104,14 +106,8 @@ def _filled_up(tokens: int) -> int:
     return MIN_TOKENS << max(0, -(-tokens // MIN_TOKENS) - 1).bit_length()
 
 
-def _grouped(query: Tensor, heads: int) -> Tensor:
-    """Queries [1, T, K * G, D] -> [1, K, T * G, D]: further rows of their key head."""
-    _, tokens, _, head_dim = query.shape
-    return query.view(1, tokens, heads, -1, head_dim).transpose(1, 2).reshape(1, heads, -1, head_dim)
-
-
 class Pieces(NamedTuple):
-    """What flash attention found over parts of the keys, as `prefill/triton.py: attend` takes it."""
+    """What flash attention found over INT2 pages, as `prefill/triton.py: attend` takes it."""
 
     sums: Tensor  # [pieces, rows, D], normalized
     state: Tensor  # float32 [2, pieces, rows]: maxima of scores in log2 units, sums of weights
@@ -129,7 +125,7 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float, count: int) -
     rotated_means = means @ (rotation.key_transform.float() * 2.0**-fmt.TRANSFORM_BITS)
     block_means = torch.stack([means[:, first:end].mean(dim=1) for first, end, _ in blocks], dim=1)
     rotated, shift = rotate_queries(query, rotation, block_means, rows // tokens * _filled_up(tokens))
-    sums = query.new_empty((len(blocks), heads, rows, head_dim))
+    sums = []
     state = torch.empty((2, len(blocks), heads, rows), device=query.device)
     widest = max(size for _, _, size in blocks) * fmt.PAGE_TOKENS
     space = query.new_empty((2, heads * widest * head_dim))
@@ -140,25 +136,23 @@ def _history(query: Tensor, cache, rotation, softmax_scale: float, count: int) -
         table = cache.page_table[0, first:end]
         dequantize_pages(cache, table, mean - mean.mean(dim=1, keepdim=True), key, value)
         found, lse = flash(rotated, key[None], value[None], softmax_scale)
-        sums[piece] = found[0, :, :rows]
+        sums.append(found[0, :, :rows])
         lse = lse[0, :, :rows]
         zeros = (pages - (end - first)) * fmt.PAGE_TOKENS
         state[0, piece] = torch.add(lse, shift[:, piece], alpha=softmax_scale).mul_(plain.LOG2_E)
         state[1, piece] = 1.0 - zeros * torch.exp(-lse) if zeros else 1.0
-    return Pieces(sums.flatten(1, 2), state.flatten(2, 3))
+    joined = torch.stack(sums) if len(sums) > 1 else sums[0].contiguous()
+    return Pieces(joined.view(len(sums), heads * rows, head_dim), state.flatten(2, 3))
 
 
-def _window(query: Tensor, cache, softmax_scale: float, length: int, history: int) -> Pieces:
-    """The share of the BF16 rows of sink and recent pages, one piece, rows [K * T * G]."""
+def _window(query: Tensor, cache, softmax_scale: float, length: int, history: int) -> tuple[Tensor, Tensor]:
+    """The share of the BF16 rows of sink and recent pages: [T, N, D] and log-sum-exp float32 [N, T]."""
     config = cache.config
     heads, head_dim = config.num_key_value_heads, config.head_dim
-    rows = query.shape[1] * query.shape[2] // heads
     stored = -(-length // fmt.PAGE_TOKENS)
     pages = [n if n < config.sink_pages else n + history for n in range(max(0, stored - history))]
     if not pages:
-        state = torch.zeros((2, 1, heads * rows), device=query.device)
-        state[0] = plain.UNSEEN.value
-        return Pieces(query.new_zeros((1, heads * rows, head_dim)), state)
+        return query[0], query.new_full(query.shape[2:0:-1], plain.UNSEEN.value, dtype=torch.float32)
     slots = [n if n < config.sink_pages else recent_slot(n, config) for n in pages]
     physical = torch.cat([cache.window_table[0, slot : slot + 1] for slot in slots]).long()
     count = length - (pages[-1] + 1 - len(pages)) * fmt.PAGE_TOKENS
@@ -167,21 +161,19 @@ def _window(query: Tensor, cache, softmax_scale: float, length: int, history: in
         for window in (cache.window_key, cache.window_value)
     )
     # Not cuDNN: as many shapes as there are lengths, of little work each.
-    out, lse = flash(_grouped(query, heads), key, value, softmax_scale, cudnn=False)
-    state = torch.ones((2, 1, heads * rows), device=query.device)
-    torch.mul(lse.reshape(-1), plain.LOG2_E, out=state[0, 0])
-    return Pieces(out.reshape(1, -1, head_dim), state)
+    out, lse = flash(query.transpose(1, 2), key, value, softmax_scale, cudnn=False)
+    return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
 
 
 def _own(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """The chunk's attention to itself, causal: [N, T', D] and the natural log-sum-exp [N, T'], T' >= T."""
-    group = query.shape[2] // key.shape[2]
-    fill = (0, 0, 0, _filled_up(query.shape[1]) - query.shape[1])
-    query = pad(query.transpose(1, 2), fill).contiguous()  # one plan of cuDNN, filled up or not
-    key, value = (pad(x.transpose(1, 2), fill) for x in (key, value))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    """The chunk's attention to itself, causal: [T', N, D] and log-sum-exp float32 [N, T'], T' >= T."""
+    fill = _filled_up(query.shape[1]) - query.shape[1]
+    if fill:
+        query, key, value = (pad(x, (0, 0, 0, 0, 0, fill)) for x in (query, key, value))
+    # Anew without the batch: a part of a longer prompt has other strides there, for which cuDNN would plan.
+    query, key, value = (x[0].unsqueeze(0).transpose(1, 2) for x in (query, key, value))
     out, lse = flash(query, key, value, softmax_scale, causal=True)
-    return out[0].contiguous(), lse[0].contiguous()
+    return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
 
 
 def blocks_of(pages: int) -> list[tuple[int, int, int]]:
@@ -208,13 +200,14 @@ def flash(
     causal: bool = False,
     cudnn: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention: query [B, N, R, D], key, value [B, N, S, D] -> as query, and the log-sum-exp.
+    """Softmax attention: query [B, N, R, D], key, value [B, K, S, D] -> as query, and the log-sum-exp.
 
-    The log-sum-exp is natural, float32 [B, N, R]. causal: row r sees keys 0 .. r. cuDNN's kernel where Torch
-    can reach it, unless it is not wanted, else FlashAttention; the math in float32 off CUDA, for checking
-    every step around them.
+    The log-sum-exp is natural, float32 [B, N, R]; query head n belongs to key head n * K / N. causal: row r
+    sees keys 0 .. r. cuDNN's kernel where Torch can reach it, unless it is not wanted, else FlashAttention,
+    both of which know groups of heads; the math in float32 off CUDA, for checking every step around them.
     """
     if query.device.type != "cuda":
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = query.float() @ key.float().mT * softmax_scale
         if causal:
             scores += torch.full(scores.shape[-2:], -torch.inf).triu(1)

@@ -367,7 +367,7 @@ def _chunk_kernel(
     window_key_ptr, window_value_ptr, page_table_ptr, stride_table, window_table_ptr,
     lengths_ptr, history_ptr, output_transform_ptr, value_mean_ptr, stride_rotation,
     softmax_scale, sliding_window, sink_ptr, rotated_ptr, unit_ptr, sums_ptr, state_ptr, pieces,
-    window_sums_ptr, window_state_ptr, own_ptr, own_lse_ptr, own_tokens, out_ptr,
+    window_ptr, window_lse_ptr, own_ptr, own_lse_ptr, own_tokens, out_ptr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     PAGES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BF16: tl.constexpr,
     COMPILED: tl.constexpr, SINK_PAGES: tl.constexpr, RECENT_SLOTS: tl.constexpr, SLIDING: tl.constexpr,
@@ -422,13 +422,15 @@ def _chunk_kernel(
         acc += l[:, None] * value_mean[None, :]
 
     if ROWS_DONE:
-        acc, m, l = _merge_pieces(
-            acc, m, l, window_sums_ptr, window_state_ptr, flat, live, all_rows, 1, D, DP
-        )
-        own = ((b * K + head) * G + row % G).to(tl.int64) * own_tokens + step
-        lse = tl.load(own_lse_ptr + own, mask=live, other=0.0) * 1.4426950408889634
-        sums = tl.load(own_ptr + own[:, None] * D + channels[None, :], mask=row_mask, other=0.0)
-        acc, m, l = _merge(acc, m, l, sums.to(tl.float32), lse, tl.full((ROWS,), 1.0, tl.float32))
+        one = tl.full((ROWS,), 1.0, tl.float32)
+        query_head = head * G + row % G
+        place = (step * (K * G) + query_head).to(tl.int64)[:, None] * D + channels[None, :]
+        lse = tl.load(window_lse_ptr + query_head * tokens + step, mask=live, other=0.0) * 1.4426950408889634
+        sums = tl.load(window_ptr + place, mask=row_mask, other=0.0)
+        acc, m, l = _merge(acc, m, l, sums.to(tl.float32), lse, one)
+        lse = tl.load(own_lse_ptr + query_head * own_tokens + step, mask=live, other=0.0) * 1.4426950408889634
+        sums = tl.load(own_ptr + place, mask=row_mask, other=0.0)
+        acc, m, l = _merge(acc, m, l, sums.to(tl.float32), lse, one)
     else:
         q = tl.load(query_ptr + out_row[:, None] + channels[None, :], mask=row_mask, other=0.0)
         if not BF16:
@@ -560,8 +562,8 @@ def attend(
     rotated: what `rotate` returns. history: None, or the share of the INT2 pages, in pieces, rows as those of
     `rotated`: sums of weights * values in the rotated basis, [pieces, B * K * T * G, D]; and, of the scores
     in log2 units, maxima and sums of weights, float32 [2, pieces, B * K * T * G].
-    rows: None, or the share of the BF16 rows: of sink and recent pages as one such piece; and of the chunk
-    itself, normalized, [B * N, T', D] with its natural log-sum-exp float32 [B * N, T'], T' >= T; then no
+    rows: None, or of one sequence the shares of the BF16 rows, normalized, with natural log-sum-exps: of sink
+    and recent pages [T, N, D] and float32 [N, T]; of the chunk itself with T' >= T rows. Then None for the
     history means that there are no INT2 pages. out: float32, like query, to be written.
     """
     config = cache.config
@@ -570,8 +572,8 @@ def attend(
     group = query_heads // heads
     if out is None:
         out = torch.empty((batch, tokens, query_heads, head_dim), device=query.device)
-    window_sums, window_state, own, own_lse = (out, out, out, out) if rows is None else rows
-    sums, state = (window_sums, window_state) if history is None else history
+    window, window_lse, own, own_lse = (out, out, out, out) if rows is None else rows
+    sums, state = (window, window_lse) if history is None else history
     padded = _padded(head_dim)
     tile = TILES[padded]
     compiled = query.device.type == "cuda"  # the interpreter has no assembly, and its bf16 product is wrong
@@ -585,7 +587,7 @@ def attend(
         rotation.output_transform, rotation.value_mean.view(torch.int16),
         rotation_stride(rotation.query_transform.shape[0], heads), softmax_scale * LOG2_E,
         sliding_window or 0, out if sink_logits is None else sink_logits, *rotated,
-        sums, state, sums.shape[0], window_sums, window_state, own, own_lse, own_lse.shape[1], out,
+        sums, state, sums.shape[0], window, window_lse, own, own_lse, own_lse.shape[1], out,
         K=heads, G=group, D=head_dim, DP=padded, ROWS=tile.rows, PAGES=tile.pages, CHUNK=tile.chunk,
         BLOCK=min(64, 1 << (head_dim.bit_length() - 1)),  # its scores must fit an output row
         BF16=compiled and query.dtype == torch.bfloat16, COMPILED=compiled,
