@@ -87,9 +87,9 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 def prefill(tokens: int, batch: int, **options: Any) -> None:
     """One layer through a prompt of `tokens` tokens, then through a chunk as a second turn has it."""
-    layer = OscarLayer(0, CacheConfig(1, 2, 64), identity_rotation(1, 64), **options)
+    layer = OscarLayer(0, CacheConfig(1, 2, 128), identity_rotation(1, 128), **options)
     for length in (tokens, 1500, 70):
-        query, key = (torch.zeros(batch, length, n, 64, dtype=torch.bfloat16) for n in (2, 1))
+        query, key = (torch.zeros(batch, length, n, 128, dtype=torch.bfloat16) for n in (2, 1))
         layer.attend(query, key, key, None, softmax_scale=0.1)
 
 
