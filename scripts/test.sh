@@ -20,6 +20,5 @@ fi
 # OMP_NUM_THREADS, hence the order.)
 workers=$(nproc)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Most programs of the suite run once, on a few numbers: compiling them is what takes the time.
-export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
 .venv/bin/python -m pytest -n "$workers" --dist worksteal -q "$@"

@@ -228,7 +228,11 @@ importlib.util.find_spec = lambda name, *rest: None if name == "jax" else found(
 import functools
 import oscar_cli
 from oscar_torch.hf import calibrate
-calibrate.load_model = functools.cache(calibrate.load_model)  # a GGUF file takes transformers half a minute
+# transformers reads a GGUF file three times for a model and its tokenizer, ten seconds and more each.
+calibrate.load_model = functools.cache(calibrate.load_model)
+if found("gguf"):
+    import gguf
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
 for line in sys.stdin.read().splitlines():
     print("$", line)
     print("=", oscar_cli.main(line.split("|")))
