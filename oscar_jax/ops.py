@@ -135,7 +135,7 @@ def check_implementation(implementation: str | None) -> None:
 def placed(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
     """Context in which a trace, whose arrays have no place, chooses for the device of this array."""
     device = _placement(array)
-    if isinstance(array, Tracer) or _why_not(device) == _why_not(_ambient()):
+    if isinstance(array, Tracer) or _why_not(device) == _why_not(ambient_device()):
         return contextlib.nullcontext()
     return jax.default_device(device)
 
@@ -198,10 +198,10 @@ def _placement(array: jax.Array) -> Any:
     """The device an array lies on (one of several alike); under a trace, where arrays would go."""
     if isinstance(array, jax.Array) and not isinstance(array, Tracer):
         return min(array.devices(), key=lambda device: device.id)
-    return _ambient()
+    return ambient_device()
 
 
-def _ambient() -> Any:
+def ambient_device() -> Any:
     """The default device."""
     default = jax.config.jax_default_device
     if isinstance(default, jax.Device):

@@ -62,8 +62,7 @@ class LayerCache:
     history_pages: Tensor  # int32 [B]
     config: CacheConfig
 
-    # Length and INT2 pages of every sequence on the host, where a caller keeps count: spares kernels that
-    # need them the wait. No field: it is not part of the cache's content.
+    # What a caller knows, see `ops.counted`; no fields: they are not part of the cache's content.
     known_counts: ClassVar[list[tuple[int, int]] | None] = None
     known_whole: ClassVar[bool] = False  # every row of the next chunk is a token, none is padding
     # What `triton_kernels/launch/repeated.py` keeps between steps; no field either.

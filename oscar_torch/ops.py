@@ -2,11 +2,12 @@
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
 serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer and
-for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries take "flash",
-the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs. The log says once
-which and why.
+for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries of head_dim 128
+take "flash", the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs. The
+log says once which and why.
 """
 
+import copy
 import functools
 import importlib
 import logging
@@ -110,6 +111,16 @@ def _decode_reference(*arguments: Any, dtype: torch.dtype, **options: Any) -> Te
 
 
 @exact_arithmetic
+def counted(cache: LayerCache, counts: list[tuple[int, int]], *, whole: bool) -> LayerCache:
+    """A view of a cache for one chunk, which kernels need not ask the device about.
+
+    counts: length and INT2 pages of every sequence; whole: every row of the chunk is a token.
+    """
+    view = copy.copy(cache)
+    vars(view).update(known_counts=counts, known_whole=whole)
+    return view
+
+
 def chunk_attention(
     query: Tensor,
     key: Tensor,

@@ -10,7 +10,6 @@ rounding, in any order. Nothing divides floats, and no float product feeds an ad
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,13 +160,6 @@ def dequantize_value_pages(
     _check_coded(words, scale, output_transform, per_page, mean)
     y = _grid(unpack_value_codes(words), scale)
     return (value_mean.float()[:, None] + y @ output_transform).transpose(1, 2)
-
-
-def require_nearest(rotation: Any, kernel: str) -> None:
-    """Raises NotImplementedError where a rotation is made for sequential rounding, which `kernel` has not."""
-    roles = [r for r in ("key", "value") if getattr(rotation, f"{r}_feedback", None) is not None]
-    if roles:
-        raise NotImplementedError(f"sequential rounding of {roles}: {kernel} rounds to the nearest")
 
 
 def check_transform(key_value_heads: int, head_dim: int, transform: Tensor, multiplier: Tensor) -> None:

@@ -87,22 +87,28 @@ def group_queries(query: jax.Array, heads: int) -> jax.Array:
     return grouped.transpose(0, 2, 3, 1, 4)
 
 
+def merge(parts: list[Partial]) -> Partial:
+    """Attention over the union of disjoint rows; `coded` is dropped."""
+    top = jnp.stack([part.top for part in parts]).max(axis=0)
+    shared = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = [jnp.exp(part.top - shared) for part in parts]
+    total = sum((part.total * weight[..., None] for part, weight in zip(parts, weights)), jnp.zeros(()))
+    mass = sum((part.mass * weight for part, weight in zip(parts, weights)), jnp.zeros(()))
+    return Partial(total, mass, top)
+
+
 def finish(parts: list[Partial], sink_logits: jax.Array | None = None) -> jax.Array:
     """Softmax over the union of what the parts saw: float32 [B, T, N, D].
 
     `sink_logits` float32 [N] are scores without a value, one per query head, that take part in it.
     """
-    top = jnp.stack([part.top for part in parts]).max(axis=0)
     if sink_logits is not None:
+        top = parts[0].top
         sinks = sink_logits.astype(jnp.float32).reshape(1, *top.shape[1:3], 1)
-        top = jnp.maximum(top, sinks)
-    shared = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = [jnp.exp(part.top - shared) for part in parts]
-    mass = sum(part.mass * weight for part, weight in zip(parts, weights))
-    if sink_logits is not None:
-        mass = mass + jnp.exp(sinks - shared)
-    total = sum(part.total * weight[..., None] for part, weight in zip(parts, weights))
-    out = jnp.asarray(total) / jnp.maximum(jnp.asarray(mass), 1e-30)[..., None]
+        ones = jnp.ones_like(top)
+        parts = [*parts, Partial(jnp.zeros_like(parts[0].total), ones, ones * sinks)]
+    whole = merge(parts)
+    out = whole.total / jnp.maximum(whole.mass, 1e-30)[..., None]
     batch, heads, group, tokens, head_dim = out.shape
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * group, head_dim)
 
@@ -244,7 +250,7 @@ def attend_few(
         return seen if sliding_window is None else seen & (token > positions[:, None] - sliding_window)
 
     def among(key: jax.Array, value: jax.Array, mask: jax.Array) -> Partial:
-        return _attend_at_once(queries, key, value, mask[None], softcap)
+        return attend_at_once(queries, key, value, mask[None], softcap)
 
     token = jnp.arange(rows.key.shape[2])
     if rows.restored_key is None or rows.restored_value is None:
@@ -275,10 +281,10 @@ def attend_own(
 ) -> Partial:
     """Attention over few exact rows: query [B, T, N, D], key and value [B, S, K, D], mask bool [B, T, S]."""
     queries = group_queries(query, key.shape[2]) * softmax_scale
-    return _attend_at_once(queries, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, softcap)
+    return attend_at_once(queries, key.swapaxes(1, 2), value.swapaxes(1, 2), mask, softcap)
 
 
-def _attend_at_once(
+def attend_at_once(
     queries: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, softcap: float | None
 ) -> Partial:
     """Scaled queries [B, K, G, T, D] over rows [B, K, S, D] where mask bool [B or 1, T, S] says so."""

@@ -17,6 +17,7 @@ a tenth and more by which two bits change it. Its log-sum-exp is float32.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ from jax import lax
 
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
+from ..ops import ambient_device
 from ..pallas.prefill import flash
-from .blockwise import Partial, StoredRows, coded_end, group_queries
+from .blockwise import Partial, StoredRows, attend_at_once, coded_end, group_queries, merge
 
 PAGE = fmt.PAGE_TOKENS
 
@@ -33,7 +35,7 @@ PAGE = fmt.PAGE_TOKENS
 def serves(query: jax.Array, sliding_window: int | None, softcap: float | None) -> bool:
     """Whether cuDNN attends to chunks of these queries [B, T, N, D], here and on one device."""
     return (
-        _has_cudnn()
+        _has_cudnn(ambient_device())
         and jax.sharding.get_abstract_mesh().empty
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and query.shape[1] % PAGE == 0
@@ -45,9 +47,8 @@ def serves(query: jax.Array, sliding_window: int | None, softcap: float | None) 
 
 
 @functools.cache
-def _has_cudnn() -> bool:
+def _has_cudnn(device: Any) -> bool:
     """Flash attention of cuDNN: GPUs of compute capability 8.0 and more."""
-    device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", "0")).split(".")[0]
     return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8
 
@@ -90,16 +91,6 @@ def attend_chunk(
     )
 
 
-def merge(parts: list[Partial]) -> Partial:
-    """Attention over the union of disjoint rows; `coded` is dropped."""
-    top = jnp.stack([part.top for part in parts]).max(axis=0)
-    shared = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = [jnp.exp(part.top - shared) for part in parts]
-    total = sum((part.total * weight[..., None] for part, weight in zip(parts, weights)), jnp.zeros(()))
-    mass = sum((part.mass * weight for part, weight in zip(parts, weights)), jnp.zeros(()))
-    return Partial(total, mass, top)
-
-
 def _as_partial(out: jax.Array, lse: jax.Array, heads: int) -> Partial:
     """Normalized output [B, T, N, D] and log-sum-exp [B, T, N], -inf where nothing was seen."""
     batch, tokens, query_heads, head_dim = out.shape
@@ -115,14 +106,6 @@ def _flash_part(attention, query: jax.Array, key: jax.Array, value: jax.Array, c
     return _as_partial(out, lse, key.shape[1])
 
 
-def _masked(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights, their sum and the maximum of scores [..., S] where the mask holds."""
-    scores = jnp.where(mask, scores, -jnp.inf)
-    top = scores.max(axis=-1)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
-    return weights, weights.sum(axis=-1), top
-
-
 def _exact_parts(
     query: jax.Array, rows: StoredRows, start: jax.Array | int, config: CacheConfig, softmax_scale: float
 ) -> list[Partial]:
@@ -131,12 +114,9 @@ def _exact_parts(
     if not config.sink_tokens:
         return [near]
     queries = group_queries(query, rows.key.shape[1]) * softmax_scale
-    positions = start + jnp.arange(query.shape[1])
-    key, value = (x[:, :, : config.sink_tokens].astype(jnp.float32) for x in (rows.key, rows.value))
-    scores = jnp.einsum("bkgtd,bksd->bkgts", queries, key, precision=lax.Precision.HIGHEST)
-    weights, mass, top = _masked(scores, jnp.arange(config.sink_tokens) <= positions[:, None])
-    total = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=lax.Precision.HIGHEST)
-    return [near, Partial(total, mass, top)]
+    seen = jnp.arange(config.sink_tokens) <= start + jnp.arange(query.shape[1])[:, None]
+    key, value = (store[:, :, : config.sink_tokens] for store in (rows.key, rows.value))
+    return [near, attend_at_once(queries, key, value, seen[None], None)]
 
 
 def _near(
@@ -149,26 +129,28 @@ def _near(
     """
     batch, tokens, _, head_dim = query.shape
     heads, recent = rows.key.shape[1], config.recent_tokens
-    queries = group_queries(query, heads) * softmax_scale
     blocks, pages = tokens // PAGE, recent // PAGE + 1
-    queries = queries.reshape(*queries.shape[:3], blocks, PAGE, head_dim)
     token = start - recent + jnp.arange(recent + tokens)
 
     def beside(store: jax.Array) -> jax.Array:
-        """[B, K, S, D] -> [B, K, blocks, pages * 64, D]: the rows that each block of queries may see."""
-        span = jnp.take(store, jnp.maximum(token, 0), axis=2).astype(jnp.float32)
-        span = span.reshape(batch, heads, -1, PAGE, head_dim)
-        return jnp.concatenate([span[:, :, page : page + blocks] for page in range(pages)], axis=3)
+        """[B, K, S, D] -> [B * blocks, K, pages * 64, D]: the rows that each block of queries may see."""
+        span = jnp.take(store, jnp.maximum(token, 0), axis=2).reshape(batch, heads, -1, PAGE, head_dim)
+        rows = jnp.concatenate([span[:, :, page : page + blocks] for page in range(pages)], axis=3)
+        return rows.swapaxes(1, 2).reshape(batch * blocks, *rows.shape[1:2], *rows.shape[3:])
 
     first = jnp.arange(blocks)[:, None] * PAGE  # of a block, in `token`
-    seen = token[first + jnp.arange(pages * PAGE)]  # [blocks, pages * 64]
+    seen = token[first + jnp.arange(pages * PAGE)][:, None]  # [blocks, 1, pages * 64]
     position = (start + jnp.arange(tokens)).reshape(blocks, PAGE, 1)
-    mask = (seen[:, None] >= coded_end(position, config)) & (seen[:, None] <= position)
-    scores = jnp.einsum("bkgnqd,bknsd->bkgnqs", queries, beside(rows.key), precision=lax.Precision.HIGHEST)
-    weights, mass, top = _masked(scores, mask)
-    total = jnp.einsum("bkgnqs,bknsd->bkgnqd", weights, beside(rows.value), precision=lax.Precision.HIGHEST)
-    shape = (batch, heads, queries.shape[2], tokens)
-    return Partial(total.reshape(*shape, head_dim), mass.reshape(shape), top.reshape(shape))
+    mask = jnp.tile((seen >= coded_end(position, config)) & (seen <= position), (batch, 1, 1))
+    queries = group_queries(query.reshape(-1, PAGE, *query.shape[2:]), heads) * softmax_scale
+    part = attend_at_once(queries, beside(rows.key), beside(rows.value), mask, None)
+
+    def together(array: jax.Array) -> jax.Array:
+        """[B * blocks, K, G, 64, ...] -> [B, K, G, T, ...]."""
+        array = jnp.moveaxis(array.reshape(batch, blocks, *array.shape[1:]), 1, 3)
+        return array.reshape(*array.shape[:3], tokens, *array.shape[5:])
+
+    return jax.tree.map(together, part)
 
 
 def _changing(
@@ -187,12 +169,5 @@ def _changing(
     first = jnp.minimum(always, capacity - width)
     token = first + jnp.arange(width)
     ends = coded_end(start + jnp.arange(tokens), config)[:, None]
-    near_key, near_value = (lax.dynamic_slice_in_dim(store, first, width, axis=2) for store in (key, value))
-    scores = jnp.einsum(
-        "bkgtd,bksd->bkgts", queries, near_key.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
-    weights, mass, top = _masked(scores, (token >= always) & (token < ends))
-    total = jnp.einsum(
-        "bkgts,bksd->bkgtd", weights, near_value.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
-    return Partial(total, mass, top)
+    key, value = (lax.dynamic_slice_in_dim(store, first, width, axis=2) for store in (key, value))
+    return attend_at_once(queries, key, value, ((token >= always) & (token < ends))[None], None)

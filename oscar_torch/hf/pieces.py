@@ -100,21 +100,18 @@ def attend_in_pieces(
             column = (_integers(tuple(done), device)[:, None] + step).clamp(max=columns - 1)
             column = column if order is None else order.gather(1, column)
             piece = query[rows, column], key[rows, column], value[rows, column]
+        stored = store
         if isinstance(store, LayerCache):
             known = [(length, store.config.history_pages(length)) for length in now]
-            store.known_counts = known  # pyright: ignore[reportAttributeAccessIssue]
-            store.known_whole = together  # pyright: ignore[reportAttributeAccessIssue]
+            stored = ops.counted(store, known, whole=together)
         result = chunk_attention(
-            *piece, store, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
+            *piece, stored, rotation, new_lengths=places.new_lengths, implementation=implementation, **options
         )
         if together:
             out[:, part] = result
         else:
             sequence, index = _tokens_of(tuple(take), device)
             out[sequence, column[sequence, index]] = result[sequence, index]
-        if isinstance(store, LayerCache):
-            store.known_counts = None  # pyright: ignore[reportAttributeAccessIssue]
-            store.known_whole = False  # pyright: ignore[reportAttributeAccessIssue]
         _store_rows(store, rotation, *piece[1:], places, implementation, now[0] if together else None)
         done = [n + t for n, t in zip(done, take)]
     return out

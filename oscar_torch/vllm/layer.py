@@ -60,8 +60,7 @@ def attend_step(
         part = slice(chunk.start, chunk.start + chunk.count)
         cache = _cache(memory, pages, step, chunk.row, chunk.row + 1)
         counts = chunk.length, memory.config.history_pages(chunk.length)
-        cache.known_counts = [counts]  # pyright: ignore[reportAttributeAccessIssue]
-        cache.known_whole = True  # pyright: ignore[reportAttributeAccessIssue]
+        cache = ops.counted(cache, [counts], whole=True)
         new_lengths = step.tables.new_lengths[chunk.row : chunk.row + 1]
         rows = query[None, part], key[None, part], value[None, part]
         output[part] = ops.chunk_attention(*rows, cache, memory.rotation, new_lengths=new_lengths, **options)[

@@ -231,6 +231,8 @@ def page_of(record: dict[str, Any]) -> str:
     counts = {
         kind: sum(row["outcome"] == kind for row in rows) for kind in sorted({r["outcome"] for r in rows})
     }
+    later = [f"`{name}`" for name in record["later"]]
+    again = ["", f"Run again later the same day, with `--types`: {', '.join(later)}."] if later else []
     lines = [
         "# transformers' causal language models on OscarCache",
         "",
@@ -240,6 +242,7 @@ def page_of(record: dict[str, Any]) -> str:
         "",
         "Differences of logits relative to the largest one: below the windows, past them, padded against "
         f"alone (allowed: {TOLERANCE:g}).",
+        *again,
         "",
         "| model type | | short | past | padded | |",
         "|---|---|---:|---:|---:|---|",
@@ -258,7 +261,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of recorded runs")
     arguments = parser.parse_args()
     types = [name for name in arguments.types.split(",") if name] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    rows = []
+    rows, later = [], []
     for name in types:
         rows.append(check_apart(name))
         print(json.dumps(rows[-1]), flush=True)
@@ -267,8 +270,10 @@ def main() -> None:
     date = datetime.date.today().isoformat()
     folder = arguments.out / "transformers-sweep" / f"cpu-{date}"
     if arguments.types and (folder / "run.json").exists():  # a run of today is brought up to date
-        earlier = json.loads((folder / "run.json").read_text())["rows"]
-        rows = sorted([*rows, *(row for row in earlier if row["type"] not in types)], key=lambda r: r["type"])
+        earlier = json.loads((folder / "run.json").read_text())
+        kept = [row for row in earlier["rows"] if row["type"] not in types]
+        rows = sorted([*rows, *kept], key=lambda row: row["type"])
+        later = sorted({*earlier.get("later", []), *types})
     record = {
         "command": "python -m parity_tests.hf.sweep --out results",
         "date": date,
@@ -278,6 +283,7 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "tolerance": TOLERANCE,
+        "later": later,  # types that were run again, with `--types`, after the others
         "rows": rows,
     }
     os.makedirs(folder, exist_ok=True)

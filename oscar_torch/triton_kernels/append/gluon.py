@@ -5,9 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ...quantize import require_nearest
 from ..launch.repeated import Launch
-from ..launch.tensors import check_hopper
+from ..launch.tensors import check_hopper, require_nearest
 from ..quantize.gluon import PLANS
 from ..quantize.gluon_page import center_tile, everywhere, role_memory, store_page, tile_offsets
 from ..quantize.steps import PAGE

@@ -59,7 +59,7 @@ def chunk_attention(
 
     Shapes, dtypes and errors as in `prefill/triton.py`; NotImplementedError also for queries that are not
     bfloat16 or float16, chunks below `MIN_TOKENS` tokens, a sliding window, and other head_dims than
-    128. Waits for the device unless `cache.known_counts` says what every sequence has.
+    128. Waits for the device unless the cache is `counted`.
     """
     plain.check_chunk(query, key, value, cache, sink_logits)
     head_dim, tokens = cache.config.head_dim, query.shape[1]

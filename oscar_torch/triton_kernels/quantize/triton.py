@@ -23,12 +23,13 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import DTypeError, ShapeError
-from ...quantize import Feedback, require_nearest
+from ...quantize import Feedback
 from ..launch.tensors import (
     LARGE_SHARED_MEMORY,
     check_device,
     int16_bits,
     int32_pairs,
+    require_nearest,
     rotation_stride,
     shared_memory,
 )
