@@ -1,11 +1,16 @@
 """Times the long jobs, `calibrate`, `evaluate` and `tasks`, on a model of random weights or a real one.
 
+    python scripts/bench_jobs.py                                 # random weights
+    python scripts/bench_jobs.py --model MODEL --keep DIRECTORY  # a real model; rotations and reports stay
+
 Random weights have the shape of Qwen2.5-Coder-1.5B and a tokenizer of bytes: the times are those of a real
-model, the figures of quality mean nothing. Each job runs from a cold start, compilation included; the rate of
-calibration is also given without it.
+model, the figures of quality mean nothing. A real model is calibrated and judged on prose and code found on
+this machine (`sample_texts`). Each job runs from a cold start, compilation included; the rate of calibration
+is also given without it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -16,8 +21,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_decode import random_weights
+from bench_decode import qwen2_1_5b, random_weights
 from flax import nnx
+from sample_texts import find_texts
 
 from oscar_jax.calibration.job import calibrate
 from oscar_jax.core.config import CalibrationConfig
@@ -25,7 +31,6 @@ from oscar_jax.evaluation.job import evaluate
 from oscar_jax.evaluation.subject import Subject, load_subject
 from oscar_jax.evaluation.task_job import evaluate_tasks
 from oscar_jax.models.config import ModelConfig
-from oscar_jax.models.rope import RopeConfig
 
 METHODS = ("bf16", "int2", "published", "hadamard")
 
@@ -42,22 +47,21 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-def qwen2_1_5b() -> ModelConfig:
-    """The geometry of Qwen2.5-Coder-1.5B."""
-    return ModelConfig(
-        family="qwen2", model_id="random weights, Qwen2.5-1.5B shape", vocab_size=151_936, hidden_size=1536,
-        intermediate_size=8960, num_layers=28, num_query_heads=12, num_key_value_heads=2, head_dim=128,
-        max_positions=32_768, rms_norm_eps=1e-6, attention_scale=128**-0.5, rope=RopeConfig(1_000_000.0),
-        layer_windows=(None,) * 28, qkv_bias=True, tie_embeddings=True,
-    )  # fmt: skip
-
-
 def tiny() -> ModelConfig:
     """A small decoder, to try the script without a GPU."""
     return dataclasses.replace(
         qwen2_1_5b(), hidden_size=64, intermediate_size=96, num_layers=2, num_query_heads=4, head_dim=32,
         vocab_size=300, layer_windows=(None,) * 2,
     )  # fmt: skip
+
+
+def random_texts(directory: pathlib.Path) -> tuple[list[str], list[str]]:
+    """Two files of random letters to calibrate, two to judge."""
+    words = np.random.default_rng(0).integers(97, 123, (4, 400_000)).astype(np.uint8)
+    names = [directory / f"{number}.txt" for number in range(4)]
+    for name, letters in zip(names, words):
+        name.write_bytes(letters.tobytes())
+    return [str(name) for name in names[:2]], [str(name) for name in names[2:]]
 
 
 def main() -> None:
@@ -68,11 +72,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32_768, help="of the evaluation")
     parser.add_argument("--sequence", type=int, default=8192, help="of the calibration, and of the tasks")
     parser.add_argument("--tokens", type=int, default=49_152, help="of the calibration")
+    parser.add_argument("--task-length", type=int, help="default: that of the calibration")
+    parser.add_argument("--trials", type=int, default=1, help="contexts of a task")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for rotations, reports and tasks")
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
 
     times: dict[str, Any] = {"device": jax.devices()[0].device_kind}
-    started = time.perf_counter()
+    methods = tuple(arguments.methods.split(","))
+    began = started = time.perf_counter()
     if arguments.model:
         subject = load_subject(arguments.model)
     else:
@@ -87,15 +96,12 @@ def main() -> None:
     def progress(stage: str, done: int, total: int) -> None:
         marks.append((stage, time.perf_counter(), done))
 
-    with tempfile.TemporaryDirectory() as scratch:
-        here = pathlib.Path(scratch)
-        words = np.random.default_rng(0).integers(97, 123, (4, 400_000)).astype(np.uint8)
-        for number, letters in enumerate(words):
-            (here / f"{number}.txt").write_bytes(letters.tobytes())
+    with contextlib.ExitStack() as stack:
+        here = arguments.keep or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        calibration, evaluation = find_texts(here) if arguments.model else random_texts(here)
         started = time.perf_counter()
         settings = CalibrationConfig(tokens=arguments.tokens, context=arguments.sequence)
-        texts = [str(here / "0.txt"), str(here / "1.txt")]
-        calibrate(subject, texts, here / "rotations", settings, progress=progress)
+        calibrate(subject, calibration, here / "rotations", settings, progress=progress)
         times["calibrate"] = round(time.perf_counter() - started, 1)
         steps = [(moment, done) for stage, moment, done in marks if stage == "statistics"]
         if len(steps) > 2:
@@ -105,16 +111,18 @@ def main() -> None:
         times["fit"] = round(fits[-1] - max(m for s, m, _ in marks if s == "held-out text"), 1)
         print(json.dumps(times), flush=True)
 
-        common: dict[str, Any] = {"rotations": here / "rotations", "methods": METHODS, "progress": progress}
+        common: dict[str, Any] = {"rotations": here / "rotations", "methods": methods, "progress": progress}
         started = time.perf_counter()
-        texts = [[str(here / "2.txt")], [str(here / "3.txt")]]
+        texts = [[text] for text in evaluation]
         evaluate(subject, texts, here / "report", context=arguments.context, every=4, **common)
         times["evaluate"] = round(time.perf_counter() - started, 1)
         print(json.dumps(times), flush=True)
 
         started = time.perf_counter()
-        evaluate_tasks(subject, [], here / "tasks", lengths=[arguments.sequence], trials=1, **common)
+        lengths = [arguments.task_length or arguments.sequence]
+        evaluate_tasks(subject, [], here / "tasks", lengths=lengths, trials=arguments.trials, **common)
         times["tasks"] = round(time.perf_counter() - started, 1)
+    times["all"] = round(time.perf_counter() - began, 1)
     print(json.dumps(times), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(times, indent=1) + "\n")

@@ -65,7 +65,7 @@ def test_nothing_is_timed_after_a_refusal(options: argparse.Namespace, monkeypat
     for name in ("bench_decode", "bench_write", "bench_append"):
         monkeypatch.setattr(attention, name, timed)
     monkeypatch.setattr(attention, "copy_bandwidth", lambda size: 1e12)
-    monkeypatch.setattr(decode, "measure", timed)
+    monkeypatch.setattr(decode, "random_weights", timed)  # what a benchmark of it begins with
     common: dict[str, Any] = {"full": False, "shapes": ["qwen3-8b"], "batches": [1], "lengths": [1000]}
     common |= {"seconds": 9e9, "out": str(tmp_path), "copy_bytes": 1, "length": 1000}
     common["what"] = list(attention.WHAT)
@@ -74,4 +74,4 @@ def test_nothing_is_timed_after_a_refusal(options: argparse.Namespace, monkeypat
     report = json.loads((tmp_path / "bench_attention.json").read_text())
     assert report["rows"] == [] and report["not_timed"]["qwen3-8b"] == "WrongKernelError: wrong"
     with pytest.raises(attention.WrongKernelError):
-        decode.run(argparse.Namespace(**vars(options), **common, model="tiny"))
+        decode.run(argparse.Namespace(**vars(options), **common, model="tiny", layers=2))
