@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32_768, help="of the evaluation")
     parser.add_argument("--sequence", type=int, default=8192, help="of the calibration, and of the tasks")
     parser.add_argument("--tokens", type=int, default=49_152, help="of the calibration")
+    parser.add_argument("--rounding", default="", help="of the calibration, see `oscar calibrate --rounding`")
     parser.add_argument("--task-length", type=int, help="default: that of the calibration")
     parser.add_argument("--trials", type=int, default=1, help="contexts of a task")
     parser.add_argument("--methods", default=",".join(METHODS))
@@ -100,7 +101,9 @@ def main() -> None:
         here = arguments.keep or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         calibration, evaluation = find_texts(here) if arguments.model else random_texts(here)
         started = time.perf_counter()
-        settings = CalibrationConfig(tokens=arguments.tokens, context=arguments.sequence)
+        settings = CalibrationConfig(
+            tokens=arguments.tokens, context=arguments.sequence, rounding=arguments.rounding
+        )
         calibrate(subject, calibration, here / "rotations", settings, progress=progress)
         times["calibrate"] = round(time.perf_counter() - started, 1)
         steps = [(moment, done) for stage, moment, done in marks if stage == "statistics"]
