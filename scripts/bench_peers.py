@@ -8,7 +8,7 @@ prompt, read exactly in one forward and then stored; the last --judged tokens fo
 that they read what the cache has stored (a text in one forward measures nothing). Chunks end where pages end:
 all queries of a chunk but its last read what decoding token by token reads; --chunk 1 is decoding itself.
 HQQ and quanto are the layers of transformers' QuantizedCache, in the layers that an OscarCache quantizes.
-int2 and int2:sequential are the default sets of both roundings. All are compared with the BF16 cache.
+int2:nearest and int2:sequential are the default sets of both roundings. All are compared with the BF16 cache.
 
 The record is written after every method and text; the same command goes on where it was interrupted. Needs
 torch and transformers, hqq and optimum-quanto for their methods (extra "peers"), no JAX.
@@ -59,10 +59,10 @@ METHODS = {  # name -> what it is
     "hadamard": "asymmetric codes behind a Hadamard rotation, simulated",
     "published": "the published OSCAR recipe, simulated",
     "published:centered": "the published OSCAR recipe with fixed key means, simulated",
-    "int2": "OscarCache, the default set (rounding nearest)",
+    "int2:nearest": "OscarCache, the default set of rounding nearest",
     "int2:sequential": "OscarCache, the default set of rounding sequential",
 }
-FITTED = ("published", "published:centered", "int2", "int2:sequential")
+FITTED = ("published", "published:centered", "int2:nearest", "int2:sequential")
 
 
 # The model's part: one text through one cache.
@@ -194,7 +194,7 @@ def fitted_sets(
     if header is None:
         raise ConfigError(f"{folder / STATISTICS_FILE} names no model, allowed: that of `oscar calibrate`")
     sets = {
-        "int2": fit_rotation_set(statistics, header, CalibrationConfig()),
+        "int2:nearest": fit_rotation_set(statistics, header, CalibrationConfig(rounding="nearest")),
         "int2:sequential": fit_rotation_set(statistics, header, CalibrationConfig(rounding="sequential")),
     }
     return statistics, sets

@@ -59,6 +59,7 @@ PEER_METHODS = {
     "published": "published OSCAR recipe, simulated",
     "published:centered": "the same with fixed key means",
     "int2": "**OscarCache**, nearest",
+    "int2:nearest": "**OscarCache**, nearest",
     "int2:sequential": "**OscarCache**, sequential",
 }
 SPEED_CASES = ((8, 102_400), (1, 102_400), (32, 32_768), (8, 4096))

@@ -148,7 +148,7 @@ def test_a_text_is_judged_method_by_method_and_taken_up_again(bench):
     statistics = dict.fromkeys((0, 1), random_statistics())
 
     def maker(method):
-        sets = {"int2": rotations}
+        sets = {"int2:nearest": rotations}
         return bench.cache_maker(method, model, statistics, sets, 512, 64)
 
     def judge(names):
@@ -158,12 +158,12 @@ def test_a_text_is_judged_method_by_method_and_taken_up_again(bench):
         )  # fmt: skip
 
     judge(["bf16", "fp8"])
-    judge(["bf16", "fp8", "kivi", "published:centered", "int2"])
+    judge(["bf16", "fp8", "kivi", "published:centered", "int2:nearest"])
     figures = entry["methods"]
     assert saved == [1, 2, 2, 3, 4, 5] and figures["bf16"]["kl"] == 0 and figures["bf16"]["positions"] == 16
-    assert 0 < figures["fp8"]["kl"] < figures["kivi"]["kl"] < 10 and 0 < figures["int2"]["kl"] < 10
+    assert 0 < figures["fp8"]["kl"] < figures["kivi"]["kl"] < 10 and 0 < figures["int2:nearest"]["kl"] < 10
     # Five pages of 64 tokens at 640, in 2 layers of 2 heads of 32 channels: 34 · 32 + 256 bytes each.
-    assert figures["int2"]["history_bytes"] == 2 * 2 * 5 * (34 * 32 + 256)
+    assert figures["int2:nearest"]["history_bytes"] == 2 * 2 * 5 * (34 * 32 + 256)
     assert figures["bf16"]["window_bytes"] == 2 * 640 * 2 * 2 * 2 * 32
 
 
