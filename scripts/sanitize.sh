@@ -20,7 +20,7 @@ Triton decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/kernels/te
 Gluon decode|_rotate_kernel,_stage_kernel,_merge_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_decode_options and decode_gluon"
 Triton, Gluon chunk|_rotate_kernel,_history_kernel,_chunk_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_chunk and (5000 or lengths2)"
 Triton, Gluon quantize|_bulk_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_page_pair and (64 or 256)"
-Triton sequential quantize|sequential_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_sequential_pages and 64"
+Triton, Gluon sequential quantize|sequential_kernel,_bulk_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and test_sequential_pages and 64"
 Triton, Gluon append|_append_kernel|parity_tests/kernels/test_triton.py -k "TestOnGpu and append_token and 64"
 '
 cases=$(grep -E "^[^|]*(${2:-.})[^|]*\|" <<<"$cases")

@@ -219,7 +219,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             triton_pages("quantize.gluon"),
             lambda device: triton_interpreter.why_not() or _no_hopper_torch(),
             head_dims=(64, 128, 256),
-            sequential_head_dim=0,
+            sequential_head_dim=128,
         ),
         Implementation(
             "triton-interpreted",

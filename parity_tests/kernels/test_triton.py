@@ -6,6 +6,7 @@ of `test_attention_kernels.py`; here are the entries around them (append, flush)
 little work, and what the compiler makes of them.
 """
 
+import dataclasses
 import os
 import re
 from types import SimpleNamespace
@@ -70,15 +71,37 @@ class TestInterpreted:
         """The page that leaves is coded with the rotation's feedback; values fed and not."""
         assert interpret(append_differences, rotation(2, 64), (383, 447), 2, fed=fed) == []
 
-    @pytest.mark.parametrize(("head_dim", "feed_values"), [(64, True), (96, False)])
-    def test_sequential_pages(self, head_dim: int, feed_values: bool) -> None:
+    @pytest.mark.parametrize(("head_dim", "fed"), [(64, ("key", "value")), (96, ("key",))])
+    def test_sequential_pages(self, head_dim: int, fed: tuple[str, ...]) -> None:
         """Feedback of full size, rows of any bits; values fed and not."""
-        assert interpret(sequential_differences, head_dim, feed_values) == []
+        assert interpret(sequential_differences, head_dim, fed) == []
 
     @pytest.mark.parametrize("bits", [False, True])
     def test_page_pair(self, bits: bool) -> None:
         """Keys and values of pages in one launch, more pages than programs, strided rows."""
         assert interpret(pair_differences, rotation(2, 64), 5, bits=bits) == []
+
+
+class TestEmulated:
+    """The Gluon quantizer's own source in NumPy, against the reference (see `gluon_emulator.py`)."""
+
+    @pytest.mark.parametrize(
+        ("head_dim", "fed", "steps", "extreme"),
+        [
+            (64, (), 0, False),  # what Hopper has shown to be right: so the stand-in is
+            (128, (), 0, False),
+            (64, ("key", "value"), 4, False),
+            (64, ("key",), 2, True),
+            (128, ("key", "value"), 4, True),
+            (128, ("key", "value"), 8, False),
+        ],
+    )
+    def test_pages(self, head_dim: int, fed: tuple[str, ...], steps: int, extreme: bool) -> None:
+        """Blocks of 16, 32 and more channels, feedback of full size, rows that saturate."""
+        if INTERPRETING:
+            pytest.skip("TRITON_INTERPRET is set for this process: constants are others")
+        options: dict[str, Any] = {"kernel": "", "steps": steps, "extreme": extreme}
+        assert sequential_differences(head_dim, fed, **options) == []
 
 
 class TestCompiled:
@@ -157,16 +180,27 @@ class TestCompiled:
         assert len(re.findall(r"wgmma.mma_async\S*\.f32\.f16\.f16", ptx)) == products
         assert shared <= 227 * 1024
 
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("name", ["_bulk_kernel", "_append_kernel"])
-    def test_gluon_quantizer_keeps_operands_in_registers(self, name: str, head_dim: int) -> None:
-        """Limbs of rows go to wgmma from registers; three programs fit a multiprocessor; no division."""
+    @pytest.mark.parametrize(
+        ("name", "head_dim", "steps"),
+        [
+            ("_bulk_kernel", 64, 0),
+            ("_bulk_kernel", 128, 0),
+            ("_append_kernel", 128, 0),
+            ("_bulk_kernel", 128, 4),
+            ("_append_kernel", 64, 4),
+        ],
+    )
+    def test_gluon_quantizer_keeps_operands_in_registers(self, name: str, head_dim: int, steps: int) -> None:
+        """Limbs of rows and units of blocks go to wgmma from registers; three programs fit a multiprocessor;
+        no division; feedback of keys alone."""
         from triton.experimental.gluon._runtime import GluonASTSource
 
         from oscar_torch.triton_kernels.append import gluon as append_gluon
         from oscar_torch.triton_kernels.quantize import gluon
 
-        constants, module = {"K": 8, "D": head_dim}, gluon
+        constants, module = {"K": 8, "D": head_dim, "KEY_STEPS": steps, "VALUE_STEPS": 0}, gluon
+        fed = ("value",) if steps else ("key", "value")
+        constants |= {f"{role}_{array}_ptr": None for role in fed for array in ("feedback", "shift")}
         if name == "_bulk_kernel":
             constants |= {"FIRST_ROLE": 0}
         else:
@@ -178,6 +212,11 @@ class TestCompiled:
         # Both roles: blocks of 64 columns, 4 products of them, steps of 32 channels.
         product = r"wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 \{[^}]*\}, \{(?:%r\d+,? ?){4}\}"
         assert len(re.findall(product, ptx)) == 2 * (head_dim // 64) * 4 * (head_dim // 32)
+        # Groups of 32 channels, fed by those before and, in blocks of 16, by themselves.
+        groups = head_dim // 32
+        fed_by = groups * (groups - 1) // 2 + (groups if steps and head_dim // steps < 32 else 0)
+        product = r"wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 \{[^}]*\}, \{(?:%r\d+,? ?){4}\}"
+        assert len(re.findall(product, ptx)) == (fed_by if steps else 0)
         assert "div" not in ptx.replace("divergent", "")
         assert programs * (shared + 1024) <= 227 * 1024
 
@@ -187,7 +226,8 @@ class TestCompiled:
 
         from oscar_torch.triton_kernels.quantize import gluon
 
-        constants = {"FIRST_ROLE": 0, "K": 8, "D": 256}
+        constants = {"FIRST_ROLE": 0, "K": 8, "D": 256, "KEY_STEPS": 0, "VALUE_STEPS": 0}
+        constants |= {f"{r}_{array}_ptr": None for r in ("key", "value") for array in ("feedback", "shift")}
         _, warps, registers = gluon.PLANS[256]
         options = {"num_warps": warps, "maxnreg": registers}
         ptx, shared = compile_quantizer(GluonASTSource, gluon._bulk_kernel, constants, options)
@@ -310,6 +350,7 @@ def compile_quantizer(
     types |= dict.fromkeys(("key_feedback_ptr", "value_feedback_ptr"), "*i8")
     names = kernel.arg_names
     aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in strides]
+    aligned = [i for i in aligned if names[i] not in constants]
     code = source(
         kernel,
         {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names},
@@ -523,6 +564,17 @@ class TestOnGpu:
 
     @pytest.mark.hopper
     @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize(("heads", "fed"), [(1, ("key",)), (2, ("key", "value")), (8, ("key", "value"))])
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_append_token_gluon_rounds_sequentially(
+        self, captured: bool, heads: int, fed: tuple[str, ...], head_dim: int
+    ) -> None:
+        """Lengths on both sides of a page, one sequence standing still every other step, two pages each."""
+        fields, lengths = rotation(heads, head_dim), (1, 63, 320, 383, 447, 500)
+        assert append_differences(fields, lengths, 130, "gpu", captured, "append.gluon", fed) == []
+
+    @pytest.mark.hopper
+    @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("captured", [False, True])
     def test_append_token_gluon(self, captured: bool, head_dim: int) -> None:
         fields, lengths = rotation(2, head_dim), (1, 63, 383, 447, 500)
@@ -530,8 +582,21 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
     def test_sequential_pages(self, head_dim: int) -> None:
-        for feed_values in (False, True):
-            assert sequential_differences(head_dim, feed_values, "gpu") == []
+        both = ("key", "value")
+        for fed, heads, extreme in ((("key",), 2, False), (both, 1, True), (both, 8, False)):
+            options: dict[str, Any] = {"heads": heads, "pages": 20, "extreme": extreme}
+            assert sequential_differences(head_dim, fed, "gpu", **options) == []
+
+    @pytest.mark.hopper
+    @pytest.mark.parametrize(("head_dim", "steps"), [(64, 2), (64, 4), (128, 2), (128, 4), (128, 8)])
+    def test_sequential_pages_gluon(self, head_dim: int, steps: int) -> None:
+        """One page, fewer pages than programs, and more; values fed and not."""
+        both = ("key", "value")
+        for fed, heads, pages in ((both, 1, 1), (("key",), 2, 50), (both, 8, 60), (both, 1, 500)):
+            for extreme in (False, True):
+                options = {"heads": heads, "pages": pages, "steps": steps, "extreme": extreme}
+                found = sequential_differences(head_dim, fed, "gpu", "quantize.gluon", **options)
+                assert found == [], (fed, options)
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
     def test_page_pair(self, head_dim: int) -> None:
@@ -551,10 +616,16 @@ class TestOnGpu:
 
         from oscar_torch import ops
 
-        layer_rotation = triton_interpreter.make_case(rotation(1, 96), (1,), 1, 1, "gpu")[1]
-        pages = torch.zeros(1, 64, 1, 96, device="cuda")
-        with pytest.raises(NotImplementedError, match="96"):
-            ops.quantize_pages(pages, pages, layer_rotation, implementation="gluon")
+        for head_dim in (96, 256):
+            layer_rotation = triton_interpreter.make_case(rotation(1, head_dim), (1,), 1, 1, "gpu")[1]
+            if head_dim == 256:  # but for feedback it is served
+                feedback = triton_interpreter.make_feedback(
+                    np.random.default_rng(0), layer_rotation.key_transform
+                )
+                layer_rotation = dataclasses.replace(layer_rotation, key_feedback=feedback)
+            pages = torch.zeros(1, 64, 1, head_dim, device="cuda")
+            with pytest.raises(NotImplementedError, match=str(head_dim)):
+                ops.quantize_pages(pages, pages, layer_rotation, implementation="gluon")
 
     @pytest.mark.hopper
     def test_cuda_graph(self) -> None:

@@ -298,48 +298,71 @@ def pair_differences(
     ]
 
 
-def make_feedback(rng: np.random.Generator, transform: Any) -> Any:
-    """Feedback of full size for a Torch transform [K, D, D], one matrix and shift per head."""
+def make_feedback(rng: np.random.Generator, transform: Any, steps: int = 0, extreme: bool = False) -> Any:
+    """Feedback of full size for a Torch transform [K, D, D], one matrix and shift per head.
+
+    In 4 blocks (3 where 4 do not fit) unless `steps` says how many; `extreme`: every entry 127 or -127.
+    """
     import torch
 
     from oscar_torch.quantize import Feedback
 
     heads, head_dim = transform.shape[:2]
-    steps = 3 if head_dim % 64 else 4
+    steps = steps or (3 if head_dim % 64 else 4)
     block = np.arange(head_dim) // (head_dim // steps)
-    matrix = rng.integers(-127, 128, (heads, head_dim, head_dim)) * (block[:, None] < block[None])
+    matrix = rng.integers(-127, 128, (heads, head_dim, head_dim))
+    if extreme:
+        matrix = np.where(matrix < 0, -127, 127)
+    matrix = matrix * (block[:, None] < block[None])
     shift = torch.from_numpy(rng.integers(0, 8, heads).astype(np.int32)).to(transform.device)
     return Feedback(torch.from_numpy(matrix.astype(np.int8)).to(transform.device), shift, steps)
 
 
-def sequential_differences(head_dim: int, feed_values: bool, device: str = "cpu") -> list[str]:
-    """INT2 arrays in which the Triton quantizer and the reference differ by sequential rounding.
+def sequential_differences(
+    head_dim: int,
+    fed: tuple[str, ...],
+    device: str = "cpu",
+    kernel: str = "quantize.triton",
+    *,
+    heads: int = 2,
+    pages: int = 3,
+    steps: int = 0,
+    extreme: bool = False,
+) -> list[str]:
+    """INT2 arrays in which a quantizer and the reference differ, by sequential rounding or to the nearest.
 
-    Rows of any bits and normal ones, feedback of full size, one matrix per head; values fed or not.
+    kernel: "quantize.triton", "quantize.gluon" or, of Gluon in NumPy, "". Rows of any bits, normal ones and
+    hostile ones. Roles `fed` have feedback as of `make_feedback`, one matrix per head.
     """
     import dataclasses
+    import importlib
 
     import torch
 
     from oscar_torch import quantize
-    from oscar_torch.triton_kernels.quantize import triton as quantize_triton
     from parity_tests.conformance import rows as row_families
 
-    rng = np.random.default_rng(head_dim)
-    layer_rotation = make_case(row_families.make_rotation(rng, 2, head_dim), (1,), 1, 1, device)[1]
-    place = layer_rotation.key_transform.device
-    roles = ("key", "value") if feed_values else ("key",)
-    fed = {f"{role}_feedback": make_feedback(rng, layer_rotation.key_transform) for role in roles}
-    layer_rotation = dataclasses.replace(layer_rotation, **fed)
-    shape = (3, 64, 2, head_dim)
-    normal = torch.from_numpy(rng.normal(0, 3, shape)).bfloat16().to(place)
-    bits = (
-        torch.from_numpy(rng.integers(-(2**15), 2**15, shape).astype(np.int16)).view(torch.bfloat16).to(place)
+    module = importlib.import_module(
+        f"oscar_torch.triton_kernels.{kernel}" if kernel else "parity_tests.kernels.gluon_emulator"
     )
+    rng = np.random.default_rng(head_dim)
+    layer_rotation = make_case(row_families.make_rotation(rng, heads, head_dim), (1,), 1, 1, device)[1]
+    place = layer_rotation.key_transform.device
+    transform = layer_rotation.key_transform
+    feedback = {f"{role}_feedback": make_feedback(rng, transform, steps, extreme) for role in fed}
+    layer_rotation = dataclasses.replace(layer_rotation, **feedback)
+    shape = (pages, 64, heads, head_dim)
+    normal = torch.from_numpy(rng.normal(0, 3, shape)).bfloat16()
+    bits = torch.from_numpy(rng.integers(-(2**15), 2**15, shape).astype(np.int16)).view(torch.bfloat16)
+    hostile = normal.clone()
+    hostile[:, ::3, :, 5] *= 3000  # one channel is all that counts: its error saturates
+    hostile[:, 1::3, :, :-1] = 0
+    hostile[-1] = 0
     found = []
-    for key, value in ((normal, bits), (bits, normal)):
+    for pair in ((normal, bits), (bits, normal), (hostile, hostile)):
+        key, value = (rows.to(place) for rows in pair)
         want = quantize.quantize_page_pair(key, value, layer_rotation)
-        got = quantize_triton.quantize_page_pair(key, value, layer_rotation)
+        got = module.quantize_page_pair(key, value, layer_rotation)
         found += [
             n for n, x in want.items() if not torch.equal(got[n].view(torch.int16), x.view(torch.int16))
         ]

@@ -6,9 +6,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..launch.repeated import Launch
-from ..launch.tensors import check_hopper, require_nearest
+from ..launch.tensors import check_hopper
 from ..quantize.gluon import PLANS
-from ..quantize.gluon_page import center_tile, everywhere, role_memory, store_page, tile_offsets
+from ..quantize.gluon_page import (
+    center_tile,
+    everywhere,
+    role_feedback,
+    role_memory,
+    store_page,
+    tile_offsets,
+)
 from ..quantize.steps import PAGE
 from . import triton as plain
 
@@ -16,20 +23,24 @@ from . import triton as plain
 @gluon.jit
 def _flush_page(
     rows_ptr, source, target, head, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
-    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+    codes_ptr, scale_ptr, feedback_ptr, shift_ptr,
+    IS_KEY: gl.constexpr, K: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Quantizes one window page of one head into an INT2 page of the cache."""
     rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + tile_offsets(D // 2, D)
     rotation = head * stride_rotation
     multiplier = gl.load(multiplier_ptr + rotation)
     t_high, t_low, tile, mean, scratch, sums, mean_top = role_memory(
-        transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D
+        transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D, STEPS
     )
+    feedback, fed_shift = role_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D, STEPS)
     async_copy.async_copy_global_to_shared(tile, rows_ptr)
     async_copy.commit_group()
     slot = gl.cast(target, gl.int64) * K + head
     z, top = center_tile(tile, mean, scratch, sums, mean_top, mean_ptr + slot * D, IS_KEY, D)
-    store_page(z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY, D)
+    store_page(
+        z, top, t_high, t_low, multiplier, feedback, fed_shift, codes_ptr, scale_ptr, slot, IS_KEY, D, STEPS
+    )
 
 
 @gluon.jit
@@ -43,8 +54,9 @@ def _take(count_ptr, shift):
 def _append_role(
     row_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
     window_table_ptr, window_ptr, transform_ptr, multiplier_ptr, stride_rotation, mean_ptr,
-    codes_ptr, scale_ptr, IS_KEY: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr,
-    SLOTS: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+    codes_ptr, scale_ptr, feedback_ptr, feedback_shift_ptr,
+    IS_KEY: gl.constexpr, SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLOTS: gl.constexpr,
+    K: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """The new row of one sequence and head, and the page that leaves the recent part."""
     head, sequence = gl.program_id(0) // 2, gl.program_id(1)
@@ -78,7 +90,8 @@ def _append_role(
         if flushed > 0:
             _flush_page(
                 window_ptr, gl.sum(gl.where(slot == place, table, 0), 0), flushed, head, transform_ptr,
-                multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr, IS_KEY, K, D,
+                multiplier_ptr, stride_rotation, mean_ptr, codes_ptr, scale_ptr, feedback_ptr,
+                feedback_shift_ptr, IS_KEY, K, D, STEPS,
             )  # fmt: skip
 
 
@@ -88,21 +101,24 @@ def _append_kernel(
     window_table_ptr, window_key_ptr, window_value_ptr,
     key_transform_ptr, value_transform_ptr, key_multiplier_ptr, value_multiplier_ptr, value_mean_ptr,
     stride_rotation, key_codes_ptr, value_codes_ptr, key_scale_ptr, value_scale_ptr, key_page_mean_ptr,
+    key_feedback_ptr, key_shift_ptr, value_feedback_ptr, value_shift_ptr,
     SINK_PAGES: gl.constexpr, RECENT_SLOTS: gl.constexpr, SLOTS: gl.constexpr, K: gl.constexpr,
-    D: gl.constexpr,
+    D: gl.constexpr, KEY_STEPS: gl.constexpr, VALUE_STEPS: gl.constexpr,
 ):  # fmt: skip
     """Grid (2 K, batch): the kernel of `triton.py` with a whole page of one sequence per program."""
     if gl.program_id(0) % 2 == 0:
         _append_role(
             key_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
             window_table_ptr, window_key_ptr, key_transform_ptr, key_multiplier_ptr, stride_rotation,
-            key_page_mean_ptr, key_codes_ptr, key_scale_ptr, True, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+            key_page_mean_ptr, key_codes_ptr, key_scale_ptr, key_feedback_ptr, key_shift_ptr,
+            True, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D, KEY_STEPS,
         )  # fmt: skip
     else:
         _append_role(
             value_ptr, new_lengths_ptr, lengths_ptr, history_ptr, shift, page_table_ptr, stride_table,
             window_table_ptr, window_value_ptr, value_transform_ptr, value_multiplier_ptr, stride_rotation,
-            value_mean_ptr, value_codes_ptr, value_scale_ptr, False, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D,
+            value_mean_ptr, value_codes_ptr, value_scale_ptr, value_feedback_ptr, value_shift_ptr,
+            False, SINK_PAGES, RECENT_SLOTS, SLOTS, K, D, VALUE_STEPS,
         )  # fmt: skip
 
 
@@ -115,7 +131,6 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
 
 
 def _launch(cache, rotation) -> Launch:
-    require_nearest(rotation, "the Gluon append kernel")
     check_hopper(cache.window_key)
     head_dim = cache.config.head_dim
     if head_dim not in HEAD_DIMS:

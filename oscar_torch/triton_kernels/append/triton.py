@@ -12,7 +12,7 @@ from ...core.config import check_head_dim
 from ...core.errors import ShapeError
 from ..launch.repeated import Launch, remembered
 from ..launch.tensors import check_device, int16_bits, int32_pairs, rotation_stride
-from ..quantize.sequential import HEAD_DIM_MAX, sequential_complements
+from ..quantize.sequential import feedback_arguments, require_head_dim, sequential_complements
 from ..quantize.steps import (
     CODES,
     PAGE,
@@ -233,10 +233,10 @@ def append_token(cache, rotation, key: torch.Tensor, value: torch.Tensor, new_le
 
 
 def _launch(cache, rotation) -> Launch:
+    require_head_dim(rotation, cache.config.head_dim)
     tiles = _flush_tiles(cache.config.head_dim)
     parts = _parts(cache.config.num_key_value_heads, tiles)
-    fixed = fixed_arguments(cache, rotation, parts) | _feedback_arguments(rotation, cache.config.head_dim)
-    fixed |= {"batch": cache.batch, "ENTRIES": ENTRIES}
+    fixed = fixed_arguments(cache, rotation, parts) | {"batch": cache.batch, "ENTRIES": ENTRIES}
     options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg") if name in tiles}
     grid = (parts, triton.cdiv(cache.batch, ENTRIES))
     return Launch(_append_kernel, grid, CHANGING, fixed | tiles, **options)
@@ -281,20 +281,8 @@ def fixed_arguments(cache, rotation, parts: int) -> dict[str, Any]:
         "key_page_mean_ptr": int16_bits(cache.key_page_mean),
         "SINK_PAGES": config.sink_pages, "RECENT_SLOTS": config.recent_slots,
         "SLOTS": triton.next_power_of_2(config.window_slots), "K": heads, "D": config.head_dim,
+        **feedback_arguments(rotation),
     }  # fmt: skip
-
-
-def _feedback_arguments(rotation, head_dim: int) -> dict[str, Any]:
-    """The feedback of both roles as the plain kernel takes it, None and 0 blocks where there is none."""
-    arguments = {}
-    for role in ("key", "value"):
-        feedback = getattr(rotation, f"{role}_feedback", None)
-        if feedback is not None and head_dim > HEAD_DIM_MAX:
-            raise NotImplementedError(f"head_dim {head_dim}: sequential up to {HEAD_DIM_MAX}")
-        arguments[f"{role}_feedback_ptr"] = None if feedback is None else feedback.matrix.contiguous()
-        arguments[f"{role}_shift_ptr"] = None if feedback is None else feedback.shift
-        arguments[f"{role.upper()}_STEPS"] = 0 if feedback is None else feedback.steps
-    return arguments
 
 
 def _parts(heads: int, tiles: dict[str, int]) -> int:

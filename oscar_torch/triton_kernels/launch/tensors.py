@@ -1,7 +1,5 @@
 """What every kernel asks before a launch: devices, strides, tensors seen as words."""
 
-from typing import Any
-
 import torch
 import triton
 
@@ -37,13 +35,6 @@ def rotation_stride(rotation_heads: int, num_heads: int) -> int:
     if rotation_heads not in (1, num_heads):
         raise ShapeError(f"rotation has {rotation_heads} heads, allowed: 1 or {num_heads}")
     return 0 if rotation_heads == 1 else 1
-
-
-def require_nearest(rotation: Any, kernel: str) -> None:
-    """Raises NotImplementedError where a rotation is made for sequential rounding, which `kernel` has not."""
-    roles = [r for r in ("key", "value") if getattr(rotation, f"{r}_feedback", None) is not None]
-    if roles:
-        raise NotImplementedError(f"sequential rounding of {roles}: {kernel} rounds to the nearest")
 
 
 def check_device(tensor: torch.Tensor) -> None:

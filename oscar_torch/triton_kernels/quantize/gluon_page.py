@@ -7,7 +7,8 @@ are, and the products leave it the codes of whole key words. Values meet in one 
 between lanes.
 
 Contraction index 32 s + 16 h + 4 c + b is channel 32 s + 8 c + 4 h + b, so that a lane reads 16 bytes at a
-time. Column 8 j + 2 c + b is channel D/4 c + 2 j + b of keys and 32 (j / 4) + 8 c + 2 (j % 4) + b of values.
+time. Column 8 j + 2 c + b is channel D/4 c + 2 j + b of keys and 32 (j / 4) + 8 c + 2 (j % 4) + b of values
+and of all that is rounded sequentially (`gluon_sequential.py`, STEPS blocks; 0: to the nearest).
 """
 
 from triton.experimental import gluon
@@ -19,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_sequential import stage_feedback, store_sequential
 from .gluon_steps import (
     BF16_LIMIT,
     LIMBS,
@@ -103,7 +105,7 @@ RESULTS = gl.constexpr(
 
 
 @gluon.jit
-def _store_transform(transform_ptr, high_limbs, low_limbs, IS_KEY: gl.constexpr, D: gl.constexpr):
+def _store_transform(transform_ptr, high_limbs, low_limbs, BY_LANE: gl.constexpr, D: gl.constexpr):
     """The limbs of the transform to shared memory [columns, contraction index], both in operand order."""
     layout: gl.constexpr = _transform_layout(D, False)
     row = gl.arange(0, D, layout=gl.SliceLayout(1, layout))
@@ -113,15 +115,15 @@ def _store_transform(transform_ptr, high_limbs, low_limbs, IS_KEY: gl.constexpr,
     high, low = gl.inline_asm_elementwise(
         LIMBS, "=r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
-    high_limbs.store(_transform_operand(high, IS_KEY, D))
-    low_limbs.store(_transform_operand(low, IS_KEY, D))
+    high_limbs.store(_transform_operand(high, BY_LANE, D))
+    low_limbs.store(_transform_operand(low, BY_LANE, D))
 
 
 @gluon.jit
-def _transform_operand(x, IS_KEY: gl.constexpr, D: gl.constexpr):
-    """Transform [D channels, D channels] -> [columns, contraction index]."""
+def _transform_operand(x, BY_LANE: gl.constexpr, D: gl.constexpr):
+    """Transform [D channels, D channels] -> [columns, contraction index]; BY_LANE: columns of keys."""
     x = x.reshape([D // 32, 4, 2, 4, D]).permute((0, 2, 1, 3, 4))  # s, h, c, b
-    if IS_KEY:
+    if BY_LANE:
         x = x.reshape([D, 4, D // 8, 2]).permute((2, 1, 3, 0))  # j, c, b
     else:
         x = x.reshape([D, D // 32, 4, 4, 2]).permute((1, 3, 2, 4, 0))
@@ -201,7 +203,8 @@ def _rotate(high, low, t_high, t_low, column: gl.constexpr):
 
 @gluon.jit
 def store_page(
-    z, top, t_high, t_low, multiplier, codes_ptr, scale_ptr, slot, IS_KEY: gl.constexpr, D: gl.constexpr
+    z, top, t_high, t_low, multiplier, feedback, shift, codes_ptr, scale_ptr, slot,
+    IS_KEY: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Steps 3 to 9 and packing of `centered` rows into page and head `slot` of the pool."""
     codes_ptr += slot * (PAGE * D // CODES)
@@ -219,7 +222,15 @@ def store_page(
     scale = bound.to(gl.float32) * power_of_two(exponent + SCALE_DOWN)
     token = gl.arange(0, PAGE, layout=bound.type.layout)
     gl.store(scale_ptr + token, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
-    bound = bound.to(gl.float32)
+    if STEPS > 0:
+        store_sequential(y, bound, shift, feedback, codes_ptr, IS_KEY, D, STEPS)
+    else:
+        _store_nearest(y, bound.to(gl.float32), codes_ptr, IS_KEY, D)
+
+
+@gluon.jit
+def _store_nearest(y, bound, codes_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """Step 8 and packing; codes_ptr is at the page and head."""
     if IS_KEY:
         words = key_words(y[0], bound)
         if D > COLUMNS:
@@ -237,7 +248,19 @@ def store_page(
 
 
 @gluon.jit
-def role_memory(transform_ptr, mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
+def role_feedback(
+    feedback_ptr, shift_ptr, head, stride_rotation, D: gl.constexpr, STEPS: gl.constexpr
+):  # fmt: skip
+    """A head's feedback in shared memory and its shift; nothing where STEPS is 0."""
+    if STEPS > 0:
+        feedback = stage_feedback(feedback_ptr + head * stride_rotation * D * D, D, STEPS)
+        return feedback, gl.load(shift_ptr + head * stride_rotation)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def role_memory(transform_ptr, mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr):
     """What a program keeps of one head and role, pointers at the head.
 
     -> in shared memory the limbs of the transform, a tile of rows (pairs [64, D / 2]), the mean (of values:
@@ -246,7 +269,7 @@ def role_memory(transform_ptr, mean_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
     limb_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
     t_high = gl.allocate_shared_memory(gl.int8, [D, D], limb_layout)
     t_low = gl.allocate_shared_memory(gl.int8, [D, D], limb_layout)
-    _store_transform(transform_ptr, t_high, t_low, IS_KEY, D)
+    _store_transform(transform_ptr, t_high, t_low, IS_KEY and STEPS == 0, D)
     fence_async_shared()
     # 64-byte pieces of every other pair of rows change places: lanes 2 g and 2 g + 1 read other banks.
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(vec=16, per_phase=2, max_phase=2, order=[1, 0])

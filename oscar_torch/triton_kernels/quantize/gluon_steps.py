@@ -45,6 +45,14 @@ def _sum_assembly() -> str:
     return "\n".join([*lines, "}"])
 
 
+# Of signs shifted in, two of an entry. Odd bits: y < 0, even bits: small. Code: not negative; large where
+# positive, small where negative.
+CODES_OF_SIGNS = (
+    "not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;\n"
+    "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"
+)
+
+
 @gluon.constexpr_function
 def _code_assembly(bounds: int) -> str:
     """A word of 16 codes: of $1 ... $16, in turn with each of 1 or 2 bounds from $17 on.
@@ -57,9 +65,7 @@ def _code_assembly(bounds: int) -> str:
         y, bound = f"${1 + i}", f"${17 + i % bounds}"
         lines.append(f"shf.l.wrap.b32 w, {y}, w, 1; add.rz.f32 t, {y}, 0f3F000000; abs.f32 t, t;")
         lines.append(f"sub.f32 t, t, {bound}; shf.l.wrap.b32 w, t, w, 1;")
-    # Odd bits: y < 0, even bits: small. Code: not negative; large where positive, small where negative.
-    lines.append("not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;")
-    return "\n".join([*lines, "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"])
+    return "\n".join([*lines, CODES_OF_SIGNS])
 
 
 SUM = gl.constexpr(_sum_assembly())
@@ -138,12 +144,29 @@ def clean_pairs(pairs):
 
 
 @gluon.jit
+def _split2(x):
+    """[A, B, 2 n] -> x[..., 0::2], x[..., 1::2]."""
+    return gl.split(x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+
+
+@gluon.jit
 def _split4(x):
     """[A, B, 4 n] -> x[..., 0::4], x[..., 1::4], x[..., 2::4], x[..., 3::4]."""
     a, b = gl.split(x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
     a, c = gl.split(a.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
     b, d = gl.split(b.reshape([x.shape[0], x.shape[1], x.shape[2] // 4, 2]))
     return a, b, c, d
+
+
+@gluon.jit
+def split8(x):
+    """[A, B, 8 n] -> x[..., 0::8], x[..., 1::8], ..."""
+    a, b, c, d = _split4(x)
+    a0, a1 = _split2(a)
+    b0, b1 = _split2(b)
+    c0, c1 = _split2(c)
+    d0, d1 = _split2(d)
+    return a0, b0, c0, d0, a1, b1, c1, d1
 
 
 @gluon.jit
@@ -212,7 +235,7 @@ def sum_rows(y):
 def key_words(y, bound):
     """A lane has the 16 channels of a word: y [64 tokens, C, N] -> words [64 tokens, C, N / 16]."""
     entries = split16(y)
-    bounds = (_spread(bound, entries[0]),)
+    bounds = (spread(bound, entries[0]),)
     return gl.inline_asm_elementwise(
         KEY_CODES, "=r" + ",r" * 17, entries + bounds,
         dtype=gl.int32, is_pure=True, pack=1,
@@ -230,11 +253,17 @@ def value_words(y, bound):
     y = y.reshape([32, y.shape[1], 2 * y.shape[2]])
     even, odd = gl.split(bound.reshape([32, 2]))
     entries = split16(y)
-    bounds = (_spread(even, entries[0]), _spread(odd, entries[0]))
+    bounds = (spread(even, entries[0]), spread(odd, entries[0]))
     words = gl.inline_asm_elementwise(
         VALUE_CODES, "=r" + ",r" * 18, entries + bounds,
         dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
+    return exchange_tokens(words)
+
+
+@gluon.jit
+def exchange_tokens(words):
+    """Codes of a lane's two tokens for 8 channels -> of 16 tokens for one channel: [8 warp + g, C, N]."""
     g = index_along(words, 0) % 8
     first = gl.where((g & 4) != 0, 0x3276, 0x5410)
     second = gl.where((g & 2) != 0, 0x3715, 0x6240)
@@ -246,7 +275,7 @@ def value_words(y, bound):
 
 
 @gluon.jit
-def _spread(x, like):
+def spread(x, like):
     """A number per row, laid out to meet `like` [rows, 4, n]."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
     return gl.convert_layout(x, layout)[:, None, None]

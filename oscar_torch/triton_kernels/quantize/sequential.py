@@ -5,10 +5,13 @@ of channels. All columns stay where they are; the errors of other blocks are mas
 with the whole feedback moves what is still to be coded, and nothing else.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from ...core import cache_format as fmt
+from ...quantize import Feedback
 from .steps import (
     CODES,
     PAGE,
@@ -28,6 +31,24 @@ from .steps import (
 HEAD_DIM_MAX = 256  # the feedback of more channels does not fit shared memory
 UNIT_BITS = tl.constexpr(fmt.FEEDBACK_UNIT_BITS)
 LIMIT = tl.constexpr(fmt.FEEDBACK_LIMIT)
+
+
+def feedback_arguments(rotation: Any) -> dict[str, Any]:
+    """The feedback of both roles as kernels take it: None and 0 blocks for what is rounded to the nearest."""
+    arguments: dict[str, Any] = {}
+    for role in ("key", "value"):
+        feedback: Feedback | None = getattr(rotation, f"{role}_feedback", None)
+        arguments[f"{role}_feedback_ptr"] = None if feedback is None else feedback.matrix.contiguous()
+        arguments[f"{role}_shift_ptr"] = None if feedback is None else feedback.shift
+        arguments[f"{role.upper()}_STEPS"] = 0 if feedback is None else feedback.steps
+    return arguments
+
+
+def require_head_dim(rotation: Any, head_dim: int, largest: int = HEAD_DIM_MAX) -> None:
+    """Raises NotImplementedError where a rotation has feedback and too many channels for a kernel."""
+    fed = any(getattr(rotation, f"{role}_feedback", None) is not None for role in ("key", "value"))
+    if fed and head_dim > largest:
+        raise NotImplementedError(f"head_dim {head_dim}: sequential rounding up to {largest}")
 
 
 @triton.jit

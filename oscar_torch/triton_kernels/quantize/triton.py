@@ -15,6 +15,7 @@ a matrix product packs the tokens of values.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -23,17 +24,15 @@ import triton.language as tl
 from ...core import cache_format as fmt
 from ...core.config import check_head_dim
 from ...core.errors import DTypeError, ShapeError
-from ...quantize import Feedback
 from ..launch.tensors import (
     LARGE_SHARED_MEMORY,
     check_device,
     int16_bits,
     int32_pairs,
-    require_nearest,
     rotation_stride,
     shared_memory,
 )
-from .sequential import HEAD_DIM_MAX, sequential_kernel
+from .sequential import feedback_arguments, require_head_dim, sequential_kernel
 from .steps import (
     CODES,
     PAGE,
@@ -222,20 +221,15 @@ def _launch_bulk(arguments: tuple, roles: int, constants: dict[str, int]) -> Non
 
 
 def _launch_sequential(
-    feedbacks: tuple[Feedback, Feedback | None], arguments: tuple, roles: int, constants: dict[str, int]
+    feedback: dict[str, Any], arguments: tuple, roles: int, constants: dict[str, int]
 ) -> None:
-    """Keys and values in one launch; `feedbacks` are theirs, None where a role is rounded to the nearest."""
+    """Keys and values in one launch; `feedback`: of `feedback_arguments`."""
     device, heads, num_pages = arguments[0].device, constants["K"], arguments[5]
     tiles = _bulk_tiles(constants["D"], device)
     blocks = fmt.PAGE_TOKENS // tiles["ROWS"]
     programs = bulk_programs(device, num_pages, heads * blocks, BULK_PROGRAMS)
-    arrays, steps = [], []
-    for feedback in feedbacks:
-        present = feedbacks[0] if feedback is None else feedback
-        arrays += [present.matrix.contiguous(), present.shift]
-        steps.append(0 if feedback is None else feedback.steps)
     sequential_kernel[(heads, programs, roles * blocks)](
-        *arguments, *arrays, K=heads, D=constants["D"], KEY_STEPS=steps[0], VALUE_STEPS=steps[1], **tiles
+        *arguments, **feedback, K=heads, D=constants["D"], **tiles
     )
 
 
@@ -289,16 +283,14 @@ def quantize_page_pair(
 ) -> dict[str, torch.Tensor]:
     """Quantizes pages of keys and values [P, 64, K, D] into the INT2 arrays of the format, by name.
 
-    A rotation with feedback is rounded sequentially; NotImplementedError above 256 channels, or with another
-    kernel's `launch`.
+    A rotation with feedback is rounded sequentially; NotImplementedError above 256 channels. Another kernel's
+    `launch` sees to the feedback itself.
     """
-    if launch is None and getattr(rotation, "key_feedback", None) is not None:
-        if key_pages.shape[-1] > HEAD_DIM_MAX:
-            raise NotImplementedError(f"head_dim {key_pages.shape[-1]}: sequential up to {HEAD_DIM_MAX}")
-        launch = functools.partial(_launch_sequential, (rotation.key_feedback, rotation.value_feedback))
-    else:
-        require_nearest(rotation, "the Gluon quantizer" if launch else "the Triton quantizer of unfed keys")
-    launch = launch or _launch_bulk
+    if launch is None:
+        require_head_dim(rotation, key_pages.shape[-1])
+        feedback = feedback_arguments(rotation)
+        fed = feedback["KEY_STEPS"] + feedback["VALUE_STEPS"] > 0
+        launch = functools.partial(_launch_sequential, feedback) if fed else _launch_bulk
     keys = _prepare("key", key_pages, rotation.key_transform, rotation.key_multiplier)
     values = _prepare(
         "value", value_pages, rotation.value_transform, rotation.value_multiplier, rotation.value_mean
