@@ -2,6 +2,7 @@
 
     python scripts/bench_attention_torch.py --out results            # the quick cases
     python scripts/bench_attention_torch.py --out results --full     # every model, batch and length
+    python scripts/bench_attention_torch.py --out results --tasks write append --models qwen3-8b qwen2.5-0.5b
 
 As in a decoder: decode and append times are those of one layer in a CUDA graph that runs at least LAYERS of
 them, whose caches are too large together for the L2 to keep; the others are of one call after a flush of the
@@ -35,6 +36,7 @@ from oscar_torch.cache import allocate_layer_cache
 from oscar_torch.core.cache_format import PAGE_TOKENS, int2_page_bytes, window_page_bytes
 from oscar_torch.core.config import CacheConfig
 from oscar_torch.layer_cache import LayerCache
+from oscar_torch.quantize import Feedback
 from oscar_torch.rotations.rotation import LayerRotation
 from oscar_torch.triton_kernels.prefill import gluon
 from oscar_torch.triton_kernels.prefill import triton as prefill_triton
@@ -42,6 +44,7 @@ from oscar_torch.triton_kernels.quantize import gluon as quantize_gluon
 from oscar_torch.triton_kernels.quantize import triton as quantize_triton
 
 TOLERANCE = 3e-3
+TASKS = ("decode", "write", "append", "chunk")
 WRITERS = {"gluon": quantize_gluon, "triton": quantize_triton}
 CHUNK_KERNELS = {"gluon": gluon.chunk_attention, "triton": prefill_triton.chunk_attention}
 WRITE_BYTES = 1 << 30  # of BF16 keys and values
@@ -71,6 +74,7 @@ class Bench:
     model: str
     config: CacheConfig
     rotation: LayerRotation
+    fed: LayerRotation  # the same, made for sequential rounding
     bandwidth: float
     repetitions: int
 
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--repetitions", type=int, default=30, help="replays of every measurement")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -127,23 +132,29 @@ def measure(options: argparse.Namespace, bandwidth: float, wrong: dict[str, str]
     """The rows of one case after the other; `wrong` receives the kernels that may not be timed."""
     torch.manual_seed(0)
     cases = itertools.product(options.models, options.batches, options.lengths) if options.full else QUICK
+    cases = [case for case in cases if case[0] in options.models]
     benches: dict[str, Bench] = {}
     for model, batch, length in cases:
         if model not in benches:
             config = CacheConfig(*SHAPES[model])
-            bench = Bench(model, config, random_rotation(config), bandwidth, options.repetitions)
+            rotation = random_rotation(config)
+            fed = dataclasses.replace(rotation, **random_feedback(config))
+            bench = Bench(model, config, rotation, fed, bandwidth, options.repetitions)
             benches[model] = bench
             for name in ("gluon", "triton"):
                 if error := check(name, bench):
                     wrong[f"{model} {name}"] = error
-        yield bench_decode(benches[model], batch, length, wrong)
-        torch.cuda.empty_cache()
+        if "decode" in options.tasks:
+            yield bench_decode(benches[model], batch, length, wrong)
+            torch.cuda.empty_cache()
     for bench in benches.values():
-        yield bench_write(bench)
-        torch.cuda.empty_cache()
-        if bench.model == "qwen3-8b":
+        if "write" in options.tasks:
+            yield bench_write(bench)
+            torch.cuda.empty_cache()
+        if bench.model == "qwen3-8b" and "append" in options.tasks:
             for batch in options.batches:
                 yield bench_append(bench, batch)
+        if bench.model == "qwen3-8b" and "chunk" in options.tasks:
             yield bench_chunk(bench)
 
 
@@ -195,9 +206,9 @@ def bench_append(bench: Bench, batch: int) -> list[Row]:
     rows = torch.randn(batch, 1, config.num_key_value_heads, config.head_dim, device="cuda").bfloat16()
     one = torch.ones(batch, dtype=torch.int32, device="cuda")
 
-    def step(implementation: str) -> None:
+    def step(implementation: str, rotation: LayerRotation) -> None:
         for cache in caches:
-            ops.append_token(cache, bench.rotation, rows, rows, one, implementation=implementation)
+            ops.append_token(cache, rotation, rows, rows, one, implementation=implementation)
 
     def reset(tokens: list[int]) -> None:
         for cache in caches:
@@ -211,11 +222,12 @@ def bench_append(bench: Bench, batch: int) -> list[Row]:
         ("append, no sequence flushes", [length + PAGE_TOKENS // 2] * batch, 1),
         ("append, every sequence flushes", [length - 1] * batch, 1),
     )
+    roundings = (("", bench.rotation), (", sequential", bench.fed))
     result = []
-    for name, (task, tokens, steps) in itertools.product(WRITERS, cases):
-        call, before = functools.partial(step, name), functools.partial(reset, tokens)
+    for name, (rounding, rotation), (task, tokens, steps) in itertools.product(WRITERS, roundings, cases):
+        call, before = functools.partial(step, name, rotation), functools.partial(reset, tokens)
         time = graph_time(call, bench.repetitions, before, steps) / LAYERS
-        result.append(Row(bench.model, task, f"INT2 {name}", batch, 1, time))
+        result.append(Row(bench.model, task + rounding, f"INT2 {name}", batch, 1, time))
     return result
 
 
@@ -257,7 +269,7 @@ def bench_bf16(bench: Bench, query: torch.Tensor, length: int) -> list[Row]:
 
 
 def bench_write(bench: Bench) -> list[Row]:
-    """Quantizing prefill rows: of keys, of values, and of both in one launch."""
+    """Quantizing prefill rows: of keys, of values, and of both in one launch, also sequentially."""
     heads, head_dim, rotation = bench.config.num_key_value_heads, bench.config.head_dim, bench.rotation
     pages = WRITE_BYTES // (4 * PAGE_TOKENS * heads * head_dim)
     shape = (pages, PAGE_TOKENS, heads, head_dim)
@@ -271,6 +283,7 @@ def bench_write(bench: Bench) -> list[Row]:
             "keys": lambda w=writer: w.quantize_key_pages(key, *for_keys),
             "values": lambda w=writer: w.quantize_value_pages(value, *for_values),
             "both": lambda w=writer: w.quantize_page_pair(key, value, rotation).values(),
+            "both, sequential": lambda w=writer: w.quantize_page_pair(key, value, bench.fed).values(),
         }
         for role, call in calls.items():
             try:
@@ -278,7 +291,7 @@ def bench_write(bench: Bench) -> list[Row]:
             except NotImplementedError as reason:
                 print(f"{bench.model}, {name}: {reason}")
                 break
-            floor = bench.floor(written + read * (2 if role == "both" else 1))
+            floor = bench.floor(written + read * (2 if role.startswith("both") else 1))
             time = median_time(call, bench.repetitions)
             kernel = f"INT2 {name}"
             row = Row(bench.model, f"quantize {role}", kernel, 1, pages * PAGE_TOKENS, time, floor)
@@ -412,6 +425,18 @@ def random_rotation(config: CacheConfig) -> LayerRotation:
         "value_multiplier": multiplier.clone(),
     }
     return LayerRotation(**{name: field.cuda() for name, field in fields.items()})
+
+
+def random_feedback(config: CacheConfig) -> dict[str, Feedback]:
+    """Feedback of keys and values in four blocks, by field."""
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    block = torch.arange(head_dim) // (head_dim // 4)
+    found = {}
+    for role in ("key", "value"):
+        matrix = torch.randint(-40, 41, (heads, head_dim, head_dim)) * (block[:, None] < block)
+        shift = torch.full((heads,), 7, dtype=torch.int32)
+        found[f"{role}_feedback"] = Feedback(matrix.to(torch.int8).cuda(), shift.cuda(), 4)
+    return found
 
 
 def to_markdown(result: dict[str, Any]) -> str:
