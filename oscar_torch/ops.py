@@ -2,9 +2,9 @@
 
 A named choice never falls back: it runs, or raises NotImplementedError naming the shape or device it cannot
 serve. `None` takes Gluon on Hopper, plain Triton on other NVIDIA GPUs of compute capability 8 and newer and
-for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries of head_dim 128
-take "flash", the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs. The
-log says once which and why.
+for shapes that Gluon does not support, and the reference elsewhere. Chunks of many queries take
+"flash", the vendor's flash attention over blocks of dequantized pages, on every one of these GPUs. The log
+says once which and why.
 """
 
 import copy

@@ -111,10 +111,12 @@ def rotate_queries(
     rotated = query.new_empty((1, heads, filled, head_dim))
     shift = torch.empty((heads, padded, rows), device=query.device)
     tile = TILES[head_dim]
+    # Triton 3.6 makes nonsense of the second product where its loop has but one step (head_dim 64 on Hopper).
+    chunk = min(tile.chunk, head_dim // 2)
     _rotate_kernel[(triton.cdiv(filled, tile.rows), heads)](
         query, rotation.query_transform, rotation_stride(rotation.query_transform.shape[0], heads), columns,
         rotated, shift, rows, filled, K=heads, G=query.shape[2] // heads, D=head_dim, MEANS=padded,
-        ROWS=tile.rows, CHUNK=tile.chunk, COMPILED=query.device.type == "cuda", num_warps=tile.warps,
+        ROWS=tile.rows, CHUNK=chunk, COMPILED=query.device.type == "cuda", num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     return rotated, shift

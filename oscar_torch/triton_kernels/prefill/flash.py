@@ -34,12 +34,10 @@ from torch.nn.functional import pad
 from ...core import cache_format as fmt
 from ...layer_cache import recent_slot
 from . import triton as plain
-from .dequantize import dequantize_pages, rotate_queries
+from .dequantize import HEAD_DIMS, dequantize_pages, rotate_queries
 
 BLOCK_TOKENS = 32_768  # dequantized at a time
 SIZE_STEP = 32  # pages: blocks have this many, or a power of two times as many up to BLOCK_TOKENS
-# At 64 a test of 9 queries over 600 tokens fails on an H200, for a reason not found; 256 was never run there.
-HEAD_DIMS = (128,)
 MIN_TOKENS = 1024  # at 512 over 32K plain Triton takes 1.04 ms and this 1.48, at 2048 4.0 and 2.5 (H200)
 
 
@@ -59,7 +57,7 @@ def chunk_attention(
 
     Shapes, dtypes and errors as in `prefill/triton.py`; NotImplementedError also for queries that are not
     bfloat16 or float16, chunks below `MIN_TOKENS` tokens, a sliding window, and other head_dims than
-    128. Waits for the device unless the cache is `counted`.
+    64, 128 and 256. Waits for the device unless the cache is `counted`.
     """
     plain.check_chunk(query, key, value, cache, sink_logits)
     head_dim, tokens = cache.config.head_dim, query.shape[1]
