@@ -11,11 +11,13 @@ def main() -> int:
     """Registers the model and starts the harness; exit code 2 if it is not installed."""
     try:
         from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+        from .harness import register
+        from .scorer import Scorer
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed: pip install 'oscar-kv[eval]'", file=sys.stderr)
         return 2
-    from . import harness  # noqa: F401 (registers the model)
-
+    register(Scorer)
     cli_evaluate()
     return 0
 

@@ -30,12 +30,12 @@ from . import fidelity
 from .exported import MEANS_DROPPED
 from .methods import METHODS, check_method_names, resolve_methods
 from .report import StreamResult, evaluation_document, save_evaluation
+from .requests import LEAST_SHARE
 from .stepper import JUDGED_ROWS, Method, Runner, layer_error, make_runner, method_bytes, recipes_of
 from .streams import TextError, TokenStream, check_source, read_stream
 from .subject import Progress, Subject, default_chunk, load_subject, no_progress
 
 HISTORY = "at decode granularity: each query reads from INT2 what it would in decoding token by token"
-LEAST_SHARE = 0.5  # of the tokens read at judged positions; below it the figures say little
 PROBES = 256  # query positions at which attention itself is compared
 
 

@@ -19,8 +19,7 @@ from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CacheConfig
 from oscar_jax.core.errors import ConfigError
 from oscar_jax.core.rotation_header import RotationHeader
-from oscar_jax.evaluation import asking, fidelity, paged, task_job, task_report, tasks, writing
-from oscar_jax.evaluation import scorer as scorer_module
+from oscar_jax.evaluation import asking, fidelity, paged, requests, task_job, task_report, tasks, writing
 from oscar_jax.evaluation.blockwise import StoredRows, attend_few, attend_rows, finish
 from oscar_jax.evaluation.scorer import Scorer
 from oscar_jax.evaluation.stepper import Method, Runner, make_runner, recipes_of
@@ -328,7 +327,7 @@ def test_likelihoods_and_continuations_are_those_of_decoding(
         if following is not None:
             losses.append(float(log_p[following]))
             greedy.append(int(log_p.argmax()) == following)
-    likeliest = scorer_module._Scored([*tokens, int(log_p.argmax())], 1)
+    likeliest = requests.Scored([*tokens, int(log_p.argmax())], 1)
     parts = [scorer._joined(*pair) for pair in (("a", "b"), (context, continuation), ("", "ab"))]
     short, long, bare, best = scorer._score([*parts, likeliest])
     # The space belongs to the continuation, as tokens are cut.
@@ -353,6 +352,16 @@ def test_likelihoods_and_continuations_are_those_of_decoding(
     assert made[0] == subject.decode(text)
     stop = {"until": made[0][2], "max_gen_toks": 5}
     assert scorer.generate_until([(prompt, stop) for prompt in asked])[0] == made[0].split(made[0][2])[0]
+    # The twin in PyTorch gives the same, up to the order of sums in float32.
+    torch_scorer = pytest.importorskip("oscar_torch.hf.scorer")
+    twin = torch_scorer.Scorer(path, method="int2", rotations=tmp_path / "set", batch=4, dtype="float32")
+    pairs = [("a", "b"), (context, continuation), ("", "ab")]
+    for mine, theirs in zip((short, long, bare), twin.loglikelihood(pairs)):
+        assert theirs == (pytest.approx(mine[0], abs=5e-3), mine[1])
+    assert twin.loglikelihood_rolling([context + continuation, "ab"]) == pytest.approx(
+        [rolled, again], abs=0.05
+    )
+    assert twin.generate_until([(prompt, {"until": [], "max_gen_toks": 5}) for prompt in asked]) == made
 
 
 def test_requests_and_arguments_that_cannot_be_served_are_refused(path: Path) -> None:
@@ -373,13 +382,14 @@ def test_requests_and_arguments_that_cannot_be_served_are_refused(path: Path) ->
 
 def test_long_texts_are_scored_in_windows_each_token_once() -> None:
     """Those of lm-evaluation-harness: full windows, the last one with as much before it as fits."""
-    found = list(scorer_module._windows(list(range(10)), 99, 4))
+    found = list(requests.cut_windows(list(range(10)), 99, 4))
     assert [window.tokens for window in found] == [[99, 0, 1, 2, 3], [3, 4, 5, 6, 7], [5, 6, 7, 8, 9]]
     assert [window.scored for window in found] == [4, 4, 2]
 
 
+@pytest.mark.parametrize("package", ["oscar_jax", "oscar_torch"])
 def test_the_harness_is_answered_request_by_request(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The class that lm-evaluation-harness finds as `oscar`, on a base that stands for the harness's own."""
     registered: dict[str, Any] = {}
@@ -398,12 +408,12 @@ def test_the_harness_is_answered_request_by_request(
         module: Any = ModuleType(f"lm_eval.api.{name}")
         setattr(module, content.__name__, content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "oscar_jax.evaluation.harness", raising=False)
-    harness = importlib.import_module("oscar_jax.evaluation.harness")
+    monkeypatch.delitem(sys.modules, f"{package}.evaluation.harness", raising=False)
+    harness = importlib.import_module(f"{package}.evaluation.harness")
     made: list[Any] = []
 
     class Asked:
-        int2_share, method = 0.25, METHODS[1]
+        int2_share, reads_int2 = 0.25, True
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             made.append((arguments, options))
@@ -417,7 +427,7 @@ def test_the_harness_is_answered_request_by_request(
         def generate_until(self, requests: Any) -> Any:
             return [prompt + options["until"] for prompt, options in requests]
 
-    monkeypatch.setattr(harness, "Scorer", Asked)
+    assert harness.register(Asked) is registered["oscar"]
     model = registered["oscar"]("m.gguf", rotations="r", batch_size="auto", device="cuda:0")
     assert made[0][0] == ("m.gguf",) and made[0][1]["batch"] == 8 and made[0][1]["method"] == "int2"
 
@@ -432,4 +442,4 @@ def test_the_harness_is_answered_request_by_request(
         "generate_until",
     ]
     assert "only 25 % of the tokens" in caplog.text
-    monkeypatch.delitem(sys.modules, "oscar_jax.evaluation.harness")
+    monkeypatch.delitem(sys.modules, f"{package}.evaluation.harness")
