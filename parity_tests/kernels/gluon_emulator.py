@@ -237,6 +237,8 @@ def _float_operation(name: str, rounding: str, x: list[np.ndarray]) -> np.ndarra
         c = -c
     if name == "mul":
         a, b, c = x[0], x[1], 0 * one
+    if rounding == "sat":
+        return np.clip(_fma(a, b, c, 0), 0, 1)
     if rounding == "rz":
         down, up = _fma(a, b, c, -1), _fma(a, b, c, 1)
         return np.where(np.abs(down) < np.abs(up), down, up)

@@ -11,11 +11,11 @@ from ..quantize.gluon import PLANS
 from ..quantize.gluon_page import (
     center_tile,
     everywhere,
-    role_feedback,
     role_memory,
     store_page,
     tile_offsets,
 )
+from ..quantize.gluon_sequential import load_feedback, stage_feedback
 from ..quantize.steps import PAGE
 from . import triton as plain
 
@@ -30,10 +30,11 @@ def _flush_page(
     rows_ptr += (gl.cast(source, gl.int64) * K + head) * (PAGE * D // 2) + tile_offsets(D // 2, D)
     rotation = head * stride_rotation
     multiplier = gl.load(multiplier_ptr + rotation)
+    loaded, fed_shift = load_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D, STEPS)
     t_high, t_low, tile, mean, scratch, sums, mean_top = role_memory(
         transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D, STEPS
     )
-    feedback, fed_shift = role_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D, STEPS)
+    feedback = stage_feedback(loaded, D, STEPS)
     async_copy.async_copy_global_to_shared(tile, rows_ptr)
     async_copy.commit_group()
     slot = gl.cast(target, gl.int64) * K + head

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from ..launch.tensors import check_hopper
 from . import gluon_wide as wide
 from . import triton as plain
-from .gluon_page import center_tile, copy_tile, role_feedback, role_memory, store_page, tile_offsets
+from .gluon_page import center_tile, copy_tile, role_memory, store_page, tile_offsets
+from .gluon_sequential import load_feedback, stage_feedback
 from .sequential import feedback_arguments, require_head_dim
 
 
@@ -48,10 +49,11 @@ def _bulk_pages(
     """`_bulk_role` for pages that are worked on one after the other."""
     rotation = head * stride_rotation
     multiplier = gl.load(multiplier_ptr + rotation)
+    loaded, shift = load_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D, STEPS)
     t_high, t_low, tile, mean, scratch, sums, mean_top = role_memory(
         transform_ptr + rotation * D * D, mean_ptr + rotation * D, IS_KEY, D, STEPS
     )
-    feedback, shift = role_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D, STEPS)
+    feedback = stage_feedback(loaded, D, STEPS)
     rows_ptr += tile_offsets(stride_token, D)
     first, step = gl.program_id(1), gl.num_programs(1)
     copy_tile(rows_ptr + gl.cast(first, gl.int64) * stride_page, tile, first < num_pages)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_sequential import stage_feedback, store_sequential
+from .gluon_sequential import store_sequential
 from .gluon_steps import (
     BF16_LIMIT,
     LIMBS,
@@ -245,18 +245,6 @@ def _store_nearest(y, bound, codes_ptr, IS_KEY: gl.constexpr, D: gl.constexpr):
             row = index_along(words, 0)
             channel = half * COLUMNS + index_along(words, 2) * 32 + index_along(words, 1) * 8 + row % 8
             gl.store(codes_ptr + channel * (PAGE // CODES) + row // 8, words)
-
-
-@gluon.jit
-def role_feedback(
-    feedback_ptr, shift_ptr, head, stride_rotation, D: gl.constexpr, STEPS: gl.constexpr
-):  # fmt: skip
-    """A head's feedback in shared memory and its shift; nothing where STEPS is 0."""
-    if STEPS > 0:
-        feedback = stage_feedback(feedback_ptr + head * stride_rotation * D * D, D, STEPS)
-        return feedback, gl.load(shift_ptr + head * stride_rotation)
-    else:
-        return 0, 0
 
 
 @gluon.jit

@@ -36,17 +36,18 @@ from .steps import CODES, PAGE
 GROUP = gl.constexpr(32)  # channels of one product's contraction
 BIAS = gl.constexpr(1.5 * 2.0**23)
 FLOOR_BITS = gl.constexpr("fma.rm.f32 $0, $1, $2, 0f4B400000;")  # BIAS + floor($1 * $2)
-# U of four entries, of their V and D, bounds and starts (`store_sequential`): the second bytes of sums.
+# U of four entries, of their V and D, ceilings and starts (`store_sequential`): the second bytes of sums.
 UNITS = gl.constexpr(
     "{ .reg .b32 t, a, b, c, d;"
     + "".join(
-        f" abs.f32 {x}, ${5 + n}; sub.f32 {x}, {x}, ${9 + n}; min.f32 {x}, {x}, 0f46FE0000;"
+        f" abs.f32 {x}, ${5 + n}; add.sat.f32 {x}, {x}, ${9 + n}; add.f32 {x}, {x}, 0fBF010000;"
         f" mul.f32 t, ${1 + n}, ${5 + n}; and.b32 t, t, 0x80000000; xor.b32 {x}, {x}, t;"
-        f" add.f32 {x}, {x}, ${13 + n};"
+        f" fma.rn.f32 {x}, {x}, 0f47800000, ${13 + n};"
         for n, x in enumerate("abcd")
     )
     + " prmt.b32 a, a, b, 0x51; prmt.b32 c, c, d, 0x51; prmt.b32 $0, a, c, 0x5410; }"
 )
+CEILING = gl.constexpr(1 - 127 / 256)  # 0xBF010000 is its negative; 127 * 256 = (1 - CEILING) * 2**16
 
 
 @gluon.constexpr_function
@@ -94,21 +95,36 @@ def _feeding_groups(D: int, STEPS: int) -> int:
 
 
 @gluon.jit
-def stage_feedback(feedback_ptr, D: gl.constexpr, STEPS: gl.constexpr):
-    """A head's feedback [D sources, D targets] in shared memory [groups, D columns, contraction index]."""
-    groups: gl.constexpr = _feeding_groups(D, STEPS)
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=GROUP, element_bitwidth=8, rank=2)
-    feedback = gl.allocate_shared_memory(gl.int8, [groups, D, GROUP], shared)
-    layout: gl.constexpr = _feedback_layout(D, False)
-    source = gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    target = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    for group in gl.static_range(groups):
-        x = gl.load(feedback_ptr + (group * GROUP + source)[:, None] * D + target[None, :])
-        x = gl.convert_layout(x, _feedback_layout(D, True))
-        x = x.reshape([4, 2, 4, D // GROUP, 4, 4, 2]).permute((3, 5, 4, 6, 1, 0, 2))  # sources c, h, b
-        feedback.index(group).store(x.reshape([D, GROUP]))
-    fence_async_shared()
-    return feedback
+def load_feedback(feedback_ptr, shift_ptr, head, stride_rotation, D: gl.constexpr, STEPS: gl.constexpr):
+    """A head's feedback in registers, for `stage_feedback`, and its shift; nothing where STEPS is 0."""
+    if STEPS > 0:
+        feedback_ptr += head * stride_rotation * D * D
+        layout: gl.constexpr = _feedback_layout(D, False)
+        source = gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+        target = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+        groups = ()
+        for group in gl.static_range(_feeding_groups(D, STEPS)):
+            groups += (gl.load(feedback_ptr + (group * GROUP + source)[:, None] * D + target[None, :]),)
+        return groups, gl.load(shift_ptr + head * stride_rotation)
+    else:
+        return (), 0
+
+
+@gluon.jit
+def stage_feedback(loaded, D: gl.constexpr, STEPS: gl.constexpr):
+    """Loaded feedback -> in shared memory [groups, D columns, contraction index], in operand order."""
+    if STEPS > 0:
+        groups: gl.constexpr = _feeding_groups(D, STEPS)
+        shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=GROUP, element_bitwidth=8, rank=2)
+        feedback = gl.allocate_shared_memory(gl.int8, [groups, D, GROUP], shared)
+        for group in gl.static_range(groups):
+            x = gl.convert_layout(loaded[group], _feedback_layout(D, True))
+            x = x.reshape([4, 2, 4, D // GROUP, 4, 4, 2]).permute((3, 5, 4, 6, 1, 0, 2))  # sources c, h, b
+            feedback.index(group).store(x.reshape([D, GROUP]))
+        fence_async_shared()
+        return feedback
+    else:
+        return 0
 
 
 @gluon.jit
@@ -136,24 +152,24 @@ def _feed(units, feedback, group: gl.constexpr, sums):
 
 @gluon.jit
 def _compare(sums, unit, bound):
-    """Steps 8a and 8b -> V = 2 W + 1 and D = |V| - 2 S in fractions of `unit`; bound: S likewise.
+    """Steps 8a and 8b -> V = 2 W + 1 and D = |V| - 2 S in fractions of `unit`; bound: 2 S likewise.
 
     The code is 2 or 3 where V > 0, 0 or 3 where D > 0: V is odd, so that neither is ever 0. In one operation
-    V = (BIAS + W) (2 + 2**-22) - 2 BIAS - 2 less W * 2**-22, which is next to nothing where it matters: the
-    unit times less than 2**-6, and `_units` rounds to numbers of units.
+    V = (BIAS + W) (2 + 2**-22) - 2 BIAS - 2 less W * 2**-22, which is next to nothing where it matters: less
+    than 2**-13 of what `_units` rounds to.
     """
     w = sums.reshape([4, 2, 8, 4, 4, 2]).permute((0, 2, 1, 4, 3, 5)).reshape([PAGE, 4, 8])
     w = gl.convert_layout(w, ENTRIES, assert_trivial=True).to(gl.float32, bitcast=True)
     v = gl.fma(w, unit * (2 + 2.0**-22), unit * (-2 * BIAS - 2))
-    return v, gl.abs(v) - 2 * spread(bound, v)
+    return v, gl.abs(v) - spread(bound, v)
 
 
 @gluon.jit
-def _units(v, d, bound, start):
+def _units(v, d, ceiling, start):
     """Step 8b: U of a group's entries, the left operand of `_feed`."""
     v, d = gl.convert_layout(v, BYTES), gl.convert_layout(d, BYTES)
     u = gl.inline_asm_elementwise(
-        UNITS, "=r" + ",r" * 16, [v, d, spread(bound, v), spread(start, v)],
+        UNITS, "=r" + ",r" * 16, [v, d, spread(ceiling, v), spread(start, v)],
         dtype=gl.int8, is_pure=True, pack=4,
     )  # fmt: skip
     u = u.reshape([4, 8, 2, 4, 2, 4]).permute((0, 2, 1, 4, 3, 5)).reshape([PAGE, GROUP])
@@ -188,31 +204,36 @@ def store_sequential(
 ):  # fmt: skip
     """Step 8 and packing: rotated columns y, 64 by 64, and thresholds s [64] into a page and head.
 
-    With u = 2**(7 - shift), the unit of V and D, and e = 1 where S is even, else 0: U is the floor of
-    (r + 128 - e * u) / 256, where r = (2 R + e) * u is |D| - S * u where V and D have one sign, else its
-    negative. Cut off at 127 * 256 before the sign, r leads to 127 or -127 whatever S and the shift are.
+    With u = 2**(7 - shift) and e = 1 where S is even, else 0: U is the floor of (r + 128 - e * u) / 256,
+    where r = (2 R + e) * u is |D| - S * u where V and D have one sign, else its negative. Cut off at
+    127 * 256 before the sign, r leads to 127 or -127 whatever S and the shift are. V and D are in units of
+    2**-16 * u, so that a sum that stops at 1 cuts it off.
     """
     exponent = (gl.maximum(s, 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
     p = exponent - UNIT_BITS - shift
     s = (s << gl.maximum(-p, 0)) >> gl.maximum(p, 0)
     factor = power_of_two(127 - p)
-    unit = power_of_two(127 + 7 - shift)
+    unit = power_of_two(127 + 7 - 16 - shift)
     bound = s.to(gl.float32) * unit
-    start = BIAS + 128 - (1 - (s & 1)).to(gl.float32) * unit
+    start = BIAS + 128 - (1 - (s & 1)).to(gl.float32) * (unit * 2.0**16)
+    ceiling = CEILING - bound
+    bound *= 2
     entries = _groups(y[0])
     if D > 64:
         entries += _groups(y[1])
     units = ()
+    sums = _sums(entries[0], factor)
     for group in gl.static_range(D // GROUP):
-        sums = _sums(entries[group], factor)
-        for source in gl.static_range(group):
-            sums = _feed(units[source], feedback.index(source), group, sums)
-        if group > 0:
-            sums = warpgroup_mma_wait(0, deps=[sums])
         v, d = _compare(sums, unit, bound)
         if D // STEPS < GROUP:
-            sums = _feed(_units(v, d, bound, start), feedback.index(group), group, sums)
+            sums = _feed(_units(v, d, ceiling, start), feedback.index(group), group, sums)
             v, d = _compare(warpgroup_mma_wait(0, deps=[sums]), unit, bound)
         if group + 1 < D // GROUP:
-            units += (_units(v, d, bound, start),)
+            # The next group is fed while this one is packed.
+            units += (_units(v, d, ceiling, start),)
+            sums = _sums(entries[group + 1], factor)
+            for source in gl.static_range(group + 1):
+                sums = _feed(units[source], feedback.index(source), group + 1, sums)
         _store_group(v, d, codes_ptr, group, IS_KEY, D)
+        if group + 1 < D // GROUP:
+            sums = warpgroup_mma_wait(0, deps=[sums])
