@@ -23,6 +23,7 @@ from ..core.errors import ShapeError
 from .config import ModelConfig
 from .experts import SparseMLP
 from .linear_attention import GatedDeltaNet
+from .products import dot_general
 from .rope import apply_rope
 
 MakeLinear = functools.partial[nnx.Linear]  # (width in, width out, use_bias=False)
@@ -300,6 +301,7 @@ class Decoder(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             precision=self.precision,
+            dot_general=dot_general,
             rngs=rngs,
         )
         self.embed_tokens = nnx.Embed(

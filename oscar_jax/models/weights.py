@@ -86,15 +86,17 @@ def load_model(
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     path = resolve_model_path(path)
     config, source = open_checkpoint(path)
-    tokenizer = load_tokenizer(path)
+    with ThreadPoolExecutor(1) as beside:  # reading a vocabulary takes seconds, and is one thread
+        waiting = beside.submit(load_tokenizer, path)
+        model = build_model(
+            config,
+            source,
+            dtype=dtype,
+            param_dtype=dtype if param_dtype is None else param_dtype,
+            placement=placement,
+        )
+        tokenizer = waiting.result()
     config = dataclasses.replace(config, bos_token_id=leading_bos(tokenizer))
-    model = build_model(
-        config,
-        source,
-        dtype=dtype,
-        param_dtype=dtype if param_dtype is None else param_dtype,
-        placement=placement,
-    )
     return model, dataclasses.replace(config, fingerprint=weights_fingerprint(model)), tokenizer
 
 
