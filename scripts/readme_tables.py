@@ -9,10 +9,12 @@ pages that differ from the runs.
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 from oscar_torch.core import cache_format as fmt
@@ -31,7 +33,8 @@ BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
 PEERS = "peers-gemma3-270m-1536/cpu-2026-12-01"
-TASKS = "tasks-gemma3-270m/cpu-2026-12-01"
+PEERS_SHORT: str | None = None  # README's runs of peers and of tasks; None: the table is empty
+TASKS: str | None = None
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
 STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
 ENGINE = "vllm/h200-2026-12-01"
@@ -61,6 +64,16 @@ PEER_METHODS = {
     "int2": "**OscarCache**, nearest",
     "int2:nearest": "**OscarCache**, nearest",
     "int2:sequential": "**OscarCache**, sequential",
+}
+TASK_METHODS = {
+    **METHODS,
+    "int2": "**OSCAR-KV**",
+    "int2:cache": "the same through the kernels",
+    "int2:nearest": "**OSCAR-KV**, nearest",
+    "int2:sequential": "**OSCAR-KV**, sequential",
+    "published:centered": "the same with fixed key means",
+    "kivi": "KIVI's codes",
+    "fp8": "FP8",
 }
 SPEED_CASES = ((8, 102_400), (1, 102_400), (32, 32_768), (8, 4096))
 
@@ -118,24 +131,54 @@ def peers() -> str:
     return text + table(titles, rows)
 
 
+def peers_short() -> str:
+    """The same for README: bits and megabytes stored, KL by text, and how many times the default set's."""
+    if PEERS_SHORT is None:
+        return ""
+    record = load(PEERS_SHORT)
+    settings, methods = record["settings"], {row["method"]: row for row in record["rows"]}
+    texts = [text for text in record["texts"] if methods.keys() <= text["methods"].keys()]
+    ours, rows = methods["int2"]["kl"], []
+    for name, title in PEER_METHODS.items():
+        if name in methods:
+            row = methods[name]
+            size = f"{row['cache_bytes'] / 1e6:.0f}"
+            by_text = (short(text["methods"][name]["kl"]) for text in texts)
+            ratio = f"{float(f'{row["kl"] / ours:.2g}'):g} ×" if row["kl"] else "–"
+            rows.append([title, short(row["bits_per_number"]), size, *by_text, ratio])
+    subjects = (text["label"].rpartition(".")[0].rpartition("_")[2] for text in texts)
+    titles = ["cache", "bits", "MB", *(f"KL, {subject}" for subject in subjects), "KL to ours"]
+    where = f"[run](results/{PEERS_SHORT}/page.md), [how](docs/evaluation.md#peers)"
+    return (
+        f"What is used today beside it, in transformers: {settings['model']}, {settings['context']:,} "
+        f"tokens, {record['device']} ({where}):\n\n{table(titles, rows)}"
+    )
+
+
 def tasks() -> str:
-    """What a model still can do: share of right answers by length, and by task at the greatest length."""
+    """What a model still can do: share of right answers by length, and less BF16's on the same questions."""
+    if TASKS is None:
+        return ""
     record = load(TASKS)
-    accuracy, longest = record["accuracy"], str(max(map(int, record["accuracy"])))
-    parts = [("all tasks", length, found) for length, found in accuracy.items()]
-    parts += [(task, longest, {task: found}) for task, found in accuracy[longest].items()]
+    accuracy = record["accuracy"]
+    counts = {sum(one["questions"] for one in found.values()) for found in accuracy.values()}
     rows = []
-    for what, length, found in parts:
-        means = {
-            row["method"]: sum(one["accuracy"][row["method"]] for one in found.values()) / len(found)
-            for row in record["methods"]
-        }
-        questions = sum(one["questions"] for one in found.values())
-        rows.append([what, f"{int(length):,}", str(questions), *(f"{share:.0%}" for share in means.values())])
-    names = {"int2": "**OSCAR-KV**", "int2:cache": "the same, real cache", "bf16": "BF16"}
-    titles = [{**METHODS, **names}.get(str(row["method"]), str(row["method"])) for row in record["methods"]]
-    text = f"{record['model']}, {record['device']} ([run](../results/{TASKS}/page.md)):\n\n"
-    return text + table(["right answers", "tokens", "questions", *titles], rows)
+    for method in (row["method"] for row in record["methods"]):
+        cells = (mean(one["accuracy"][method] for one in found.values()) for found in accuracy.values())
+        every = [one for found in accuracy.values() for one in found.values()]
+        less = mean(one["difference"][method] for one in every)
+        error = math.hypot(*(one["difference_error"][method] for one in every)) / len(every)
+        apart = "" if method == "bf16" else f"{100 * less:+.1f} ± {100 * error:.1f}"
+        title = TASK_METHODS.get(method, f"`{method}`")
+        rows.append([title, *(f"{100 * share:.1f} %" for share in cells), apart])
+    titles = ["cache", *(f"{int(length) // 1024}K" for length in accuracy), "less BF16, points"]
+    questions = "–".join(str(count) for count in sorted({min(counts), max(counts)}))
+    where = f"[run](results/{TASKS}/page.md), [tasks](docs/evaluation.md#tasks)"
+    return (
+        f"Right answers after that many tokens, means over {', '.join(next(iter(accuracy.values())))}, "
+        f"{questions} questions each: {record['model']}, {record['device']} ({where}):\n\n"
+        + table(titles, rows)
+    )
 
 
 def size() -> str:
@@ -308,6 +351,7 @@ def family_names() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "peers": peers,
+    "peers-short": peers_short,
     "tasks": tasks,
     "size": size,
     "equality": equality,

@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,16 +59,73 @@ def test_index_lists_every_page() -> None:
         assert page.name == "README.md" or f"]({page.name})" in index, f"{page.name} is not in the index"
 
 
-def test_tables_equal_the_runs() -> None:
-    """Tables of the README and the index of the runs are what scripts/readme_tables.py makes of run.json."""
+@pytest.fixture
+def tables() -> Any:
+    """scripts/readme_tables.py."""
     spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "scripts" / "readme_tables.py")
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.main(["--check"]) == 0
+    return script
+
+
+def test_tables_equal_the_runs(tables: Any) -> None:
+    """Tables of the README and the index of the runs are what scripts/readme_tables.py makes of run.json."""
+    assert tables.main(["--check"]) == 0
     text = (ROOT / "README.md").read_text()
-    assert {match[1] for match in script.BLOCK.findall(text)} == {"quality", "size", "speed", "families"}
-    assert script.rendered(text.replace("7.75", "7.74")) == text, "a changed number is noticed"
+    shown = {"quality", "peers-short", "tasks", "size", "speed", "families"}
+    assert {match[1] for match in tables.BLOCK.findall(text)} == shown
+    assert tables.rendered(text.replace("7.75", "7.74")) == text, "a changed number is noticed"
+
+
+def test_tables_of_peers_and_tasks(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method of a record has one short row; means and ratios are those of the record."""
+    kl = {"bf16": (0.0, 0.0), "hqq:4": (0.5, 0.25), "int2": (0.02, 0.01)}
+    bits = {"bf16": (16.0, 1e9), "hqq:4": (4.5, 285e6), "int2": (2.25, 1.5e8)}
+    peers = {
+        "device": "GPU",
+        "settings": {"model": "coder", "context": 32768},
+        "texts": [
+            {"label": f"evaluation_{name}.txt", "methods": {m: {"kl": pair[i]} for m, pair in kl.items()}}
+            for i, name in enumerate(("prose", "code"))
+        ],
+        "rows": [
+            {"method": m, "bits_per_number": b, "cache_bytes": size, "kl": sum(kl[m]) / 2}
+            for m, (b, size) in bits.items()
+        ],
+    }
+    shares = {"bf16": (1.0, 0.0, 0.0), "int2": (0.75, -0.25, 0.03)}
+    row = {
+        "questions": 8,
+        **{
+            name: {method: found[place] for method, found in shares.items()}
+            for place, name in enumerate(("accuracy", "difference", "difference_error"))
+        },
+    }
+    found = {
+        "device": "GPU", "model": "coder", "methods": [{"method": name} for name in shares],
+        "accuracy": {"4096": {"single": row, "keys": row}, "32768": {"single": row}},
+    }  # fmt: skip
+    monkeypatch.setattr(tables, "load", {"p/1": peers, "t/1": found}.__getitem__)
+    monkeypatch.setattr(tables, "PEERS_SHORT", "p/1")
+    monkeypatch.setattr(tables, "TASKS", "t/1")
+    text = tables.peers_short()
+    assert "coder, 32,768 tokens, GPU ([run](results/p/1/page.md)" in text
+    assert text.split("\n\n")[1].splitlines() == [
+        "| cache | bits | MB | KL, prose | KL, code | KL to ours |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| BF16 | 16 | 1000 | 0 | 0 | – |",
+        "| HQQ, 4 bits | 4.5 | 285 | .5 | .25 | 25 × |",
+        "| **OscarCache**, nearest | 2.25 | 150 | .02 | .01 | 1 × |",
+    ]
+    text = tables.tasks()
+    assert "means over single, keys, 8–16 questions each: coder, GPU" in text
+    assert text.split("\n\n")[1].splitlines() == [
+        "| cache | 4K | 32K | less BF16, points |",
+        "| --- | ---: | ---: | ---: |",
+        "| BF16 | 100.0 % | 100.0 % |  |",
+        "| **OSCAR-KV** | 75.0 % | 75.0 % | -25.0 ± 1.7 |",
+    ]
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=[str(folder.relative_to(ROOT / "results")) for folder in RUNS])
