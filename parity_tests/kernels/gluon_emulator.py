@@ -230,14 +230,14 @@ def _float_operation(name: str, rounding: str, x: list[np.ndarray]) -> np.ndarra
     one = np.ones_like(x[0])
     if name == "abs":
         return np.abs(x[0])
-    if name == "min":
-        return np.minimum(x[0], x[1])
+    if name == "rcp":
+        return np.nextafter(1 / x[0], np.float32(np.inf))  # not quite right, as on a GPU
     a, b, c = x if name == "fma" else (one, x[0], x[1])
     if name == "sub":
         c = -c
     if name == "mul":
         a, b, c = x[0], x[1], 0 * one
-    if rounding == "sat":
+    if "sat" in rounding:
         return np.clip(_fma(a, b, c, 0), 0, 1)
     if rounding == "rz":
         down, up = _fma(a, b, c, -1), _fma(a, b, c, 1)
@@ -263,7 +263,7 @@ def _operation(name: str, x: list[np.ndarray]) -> np.ndarray:
     """One instruction on arrays of 32 bits."""
     kind, *parts = name.split(".")
     if parts[-1] == "f32":
-        y = _float_operation(kind, parts[0], [v.view(np.float32) for v in x])
+        y = _float_operation(kind, ".".join(parts[:-1]), [v.view(np.float32) for v in x])
         return y.astype(np.float32).view(np.uint32)
     if name == "max.u16x2":
         halves = [np.maximum((x[0] >> s) & 0xFFFF, (x[1] >> s) & 0xFFFF) for s in (0, 16)]

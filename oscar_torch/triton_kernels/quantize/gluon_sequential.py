@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_steps import (
-    CODES_OF_SIGNS,
     exchange_tokens,
     index_along,
     linear,
@@ -36,31 +35,36 @@ from .steps import CODES, PAGE
 GROUP = gl.constexpr(32)  # channels of one product's contraction
 BIAS = gl.constexpr(1.5 * 2.0**23)
 FLOOR_BITS = gl.constexpr("fma.rm.f32 $0, $1, $2, 0f4B400000;")  # BIAS + floor($1 * $2)
-# U of four entries, of their V and D, ceilings and starts (`store_sequential`): the second bytes of sums.
+# U of four entries, of their V and 2 S, floors and starts (`store_sequential`): the second bytes of sums. The
+# numbers are 1 / 65280 and 65280.
 UNITS = gl.constexpr(
     "{ .reg .b32 t, a, b, c, d;"
     + "".join(
-        f" abs.f32 {x}, ${5 + n}; add.sat.f32 {x}, {x}, ${9 + n}; add.f32 {x}, {x}, 0fBF010000;"
-        f" mul.f32 t, ${1 + n}, ${5 + n}; and.b32 t, t, 0x80000000; xor.b32 {x}, {x}, t;"
-        f" fma.rn.f32 {x}, {x}, 0f47800000, ${13 + n};"
+        f" abs.f32 {x}, ${1 + n}; sub.f32 {x}, {x}, ${5 + n}; mul.f32 t, ${1 + n}, {x};"
+        f" abs.f32 {x}, {x}; fma.rn.sat.f32 {x}, {x}, 0f37808081, ${9 + n};"
+        f" and.b32 t, t, 0x80000000; xor.b32 {x}, {x}, t; fma.rn.f32 {x}, {x}, 0f477F0000, ${13 + n};"
         for n, x in enumerate("abcd")
     )
     + " prmt.b32 a, a, b, 0x51; prmt.b32 c, c, d, 0x51; prmt.b32 $0, a, c, 0x5410; }"
 )
-CEILING = gl.constexpr(1 - 127 / 256)  # 0xBF010000 is its negative; 127 * 256 = (1 - CEILING) * 2**16
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @gluon.constexpr_function
-def _sign_assembly(entries: int) -> str:
-    """A word of `entries` codes, of the signs of V ($1 and on) and of D (those after them)."""
+def _code_assembly(entries: int) -> str:
+    """A word of `entries` codes, of numbers below 0, from -2 to 2, and of 2 and more.
+
+    Their two upper bits, sign and whether the size is 2 or more, are shifted in. The upper bit of a code is
+    that there is no sign, the lower one that just one of the two is set.
+    """
     lines = ["{ .reg .b32 t, w;", "mov.b32 w, 0;"]
-    for i in reversed(range(entries)):
-        lines.append(f"shf.l.wrap.b32 w, ${1 + i}, w, 1; shf.l.wrap.b32 w, ${1 + entries + i}, w, 1;")
-    return "\n".join([*lines, CODES_OF_SIGNS])
+    lines += [f"shf.l.wrap.b32 w, ${1 + i}, w, 2;" for i in reversed(range(entries))]
+    lines.append("shr.u32 t, w, 1; xor.b32 t, t, w; and.b32 t, t, 0x55555555;")
+    return "\n".join([*lines, "not.b32 w, w; and.b32 w, w, 0xAAAAAAAA; or.b32 $0, w, t; }"])
 
 
-KEY_SIGNS = gl.constexpr(_sign_assembly(8))
-VALUE_SIGNS = gl.constexpr(_sign_assembly(16))
+KEY_CODES = gl.constexpr(_code_assembly(8))
+VALUE_CODES = gl.constexpr(_code_assembly(16))
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -151,25 +155,23 @@ def _feed(units, feedback, group: gl.constexpr, sums):
 
 
 @gluon.jit
-def _compare(sums, unit, bound):
-    """Steps 8a and 8b -> V = 2 W + 1 and D = |V| - 2 S in fractions of `unit`; bound: 2 S likewise.
+def _odd(sums, unit):
+    """W -> V = 2 W + 1, odd, so that it is neither 0 nor as large as 2 S; times a power of two.
 
-    The code is 2 or 3 where V > 0, 0 or 3 where D > 0: V is odd, so that neither is ever 0. In one operation
-    V = (BIAS + W) (2 + 2**-22) - 2 BIAS - 2 less W * 2**-22, which is next to nothing where it matters: less
-    than 2**-13 of what `_units` rounds to.
+    In one operation V = (BIAS + W) (2 + 2**-22) - 2 BIAS - 2 less W * 2**-22, which is next to nothing where
+    it matters (`store_sequential`).
     """
     w = sums.reshape([4, 2, 8, 4, 4, 2]).permute((0, 2, 1, 4, 3, 5)).reshape([PAGE, 4, 8])
     w = gl.convert_layout(w, ENTRIES, assert_trivial=True).to(gl.float32, bitcast=True)
-    v = gl.fma(w, unit * (2 + 2.0**-22), unit * (-2 * BIAS - 2))
-    return v, gl.abs(v) - spread(bound, v)
+    return gl.fma(w, unit * (2 + 2.0**-22), unit * (-2 * BIAS - 2))
 
 
 @gluon.jit
-def _units(v, d, ceiling, start):
+def _units(v, bound, floor, start):
     """Step 8b: U of a group's entries, the left operand of `_feed`."""
-    v, d = gl.convert_layout(v, BYTES), gl.convert_layout(d, BYTES)
+    v = gl.convert_layout(v, BYTES)
     u = gl.inline_asm_elementwise(
-        UNITS, "=r" + ",r" * 16, [v, d, spread(ceiling, v), spread(start, v)],
+        UNITS, "=r" + ",r" * 16, [v, spread(bound, v), spread(floor, v), spread(start, v)],
         dtype=gl.int8, is_pure=True, pack=4,
     )  # fmt: skip
     u = u.reshape([4, 8, 2, 4, 2, 4]).permute((0, 2, 1, 4, 3, 5)).reshape([PAGE, GROUP])
@@ -177,20 +179,20 @@ def _units(v, d, ceiling, start):
 
 
 @gluon.jit
-def _store_group(v, d, codes_ptr, group: gl.constexpr, IS_KEY: gl.constexpr, D: gl.constexpr):
-    """Packs and stores the codes of one group of a page; codes_ptr is at the page and head."""
+def _store_group(v, inverse, codes_ptr, group: gl.constexpr, IS_KEY: gl.constexpr, D: gl.constexpr):
+    """Packs and stores the codes of one group of a page; inverse: of S, codes_ptr is at the page and head."""
+    v *= spread(inverse, v)
     if IS_KEY:  # a lane has the 8 codes of half a word, of two tokens
         words = gl.inline_asm_elementwise(
-            KEY_SIGNS, "=r" + ",r" * 16, split8(v) + split8(d), dtype=gl.int32, is_pure=True, pack=1
+            KEY_CODES, "=r" + ",r" * 8, split8(v), dtype=gl.int32, is_pure=True, pack=1
         )
         halves_ptr = codes_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
         offset = index_along(words, 0) * (2 * D // CODES) + group * 4 + index_along(words, 1)
         gl.store(halves_ptr + offset + index_along(words, 2), words.to(gl.int16))
     else:
         v = v.reshape([32, 2, 4, 8]).permute((0, 2, 3, 1)).reshape([32, 4, 16])
-        d = d.reshape([32, 2, 4, 8]).permute((0, 2, 3, 1)).reshape([32, 4, 16])
         words = gl.inline_asm_elementwise(
-            VALUE_SIGNS, "=r" + ",r" * 32, split16(v) + split16(d), dtype=gl.int32, is_pure=True, pack=1
+            VALUE_CODES, "=r" + ",r" * 16, split16(v), dtype=gl.int32, is_pure=True, pack=1
         )
         words = exchange_tokens(words)
         row = index_along(words, 0)
@@ -204,19 +206,27 @@ def store_sequential(
 ):  # fmt: skip
     """Step 8 and packing: rotated columns y, 64 by 64, and thresholds s [64] into a page and head.
 
-    With u = 2**(7 - shift) and e = 1 where S is even, else 0: U is the floor of (r + 128 - e * u) / 256,
-    where r = (2 R + e) * u is |D| - S * u where V and D have one sign, else its negative. Cut off at
-    127 * 256 before the sign, r leads to 127 or -127 whatever S and the shift are. V and D are in units of
-    2**-16 * u, so that a sum that stops at 1 cuts it off.
+    Codes: of V / S below 0, from -2 to 2 and of 2 and more; V is odd, so that rounding does not matter.
+
+    With u = 2**(7 - shift), e = 1 where S is even, else 0, and D = |V| - 2 S: U is the floor of
+    (r + 128 - e * u) / 256, where r = (2 R + e) * u is (|D| - S) * u where V and D have one sign, else its
+    negative. Cut off at 127 * 256 before the sign, r leads to 127 or -127 whatever S and the shift are: of
+    (r + 2**15) / (255 * 256) that is what a sum does that stops at 1, and 2**15 more or less, by the sign, is
+    2**15 more for the second byte. What these sums round off is less than 2**-6 together, and the last one
+    rounds to integers.
     """
     exponent = (gl.maximum(s, 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
     p = exponent - UNIT_BITS - shift
     s = (s << gl.maximum(-p, 0)) >> gl.maximum(p, 0)
     factor = power_of_two(127 - p)
-    unit = power_of_two(127 + 7 - 16 - shift)
+    unit = power_of_two(127 + 7 - shift)
     bound = s.to(gl.float32) * unit
-    start = BIAS + 128 - (1 - (s & 1)).to(gl.float32) * (unit * 2.0**16)
-    ceiling = CEILING - bound
+    start = BIAS + 32768 + 128 - (1 - (s & 1)).to(gl.float32) * unit
+    floor = (32768 - bound) * (1 / 65280)
+    # Where S is 0 no V is small.
+    inverse = gl.inline_asm_elementwise(
+        RECIPROCAL, "=r,r", [gl.maximum(bound, unit * 0.25)], dtype=gl.float32, is_pure=True, pack=1
+    )
     bound *= 2
     entries = _groups(y[0])
     if D > 64:
@@ -224,16 +234,16 @@ def store_sequential(
     units = ()
     sums = _sums(entries[0], factor)
     for group in gl.static_range(D // GROUP):
-        v, d = _compare(sums, unit, bound)
+        v = _odd(sums, unit)
         if D // STEPS < GROUP:
-            sums = _feed(_units(v, d, ceiling, start), feedback.index(group), group, sums)
-            v, d = _compare(warpgroup_mma_wait(0, deps=[sums]), unit, bound)
+            sums = _feed(_units(v, bound, floor, start), feedback.index(group), group, sums)
+            v = _odd(warpgroup_mma_wait(0, deps=[sums]), unit)
         if group + 1 < D // GROUP:
             # The next group is fed while this one is packed.
-            units += (_units(v, d, ceiling, start),)
+            units += (_units(v, bound, floor, start),)
             sums = _sums(entries[group + 1], factor)
             for source in gl.static_range(group + 1):
                 sums = _feed(units[source], feedback.index(source), group + 1, sums)
-        _store_group(v, d, codes_ptr, group, IS_KEY, D)
+        _store_group(v, inverse, codes_ptr, group, IS_KEY, D)
         if group + 1 < D // GROUP:
             sums = warpgroup_mma_wait(0, deps=[sums])

@@ -45,14 +45,6 @@ def _sum_assembly() -> str:
     return "\n".join([*lines, "}"])
 
 
-# Of signs shifted in, two of an entry. Odd bits: y < 0, even bits: small. Code: not negative; large where
-# positive, small where negative.
-CODES_OF_SIGNS = (
-    "not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;\n"
-    "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"
-)
-
-
 @gluon.constexpr_function
 def _code_assembly(bounds: int) -> str:
     """A word of 16 codes: of $1 ... $16, in turn with each of 1 or 2 bounds from $17 on.
@@ -65,7 +57,9 @@ def _code_assembly(bounds: int) -> str:
         y, bound = f"${1 + i}", f"${17 + i % bounds}"
         lines.append(f"shf.l.wrap.b32 w, {y}, w, 1; add.rz.f32 t, {y}, 0f3F000000; abs.f32 t, t;")
         lines.append(f"sub.f32 t, t, {bound}; shf.l.wrap.b32 w, t, w, 1;")
-    return "\n".join([*lines, CODES_OF_SIGNS])
+    # Odd bits: y < 0, even bits: small. Code: not negative; large where positive, small where negative.
+    lines.append("not.b32 t, w; and.b32 t, t, 0xAAAAAAAA; shr.u32 $0, t, 1; xor.b32 w, w, $0;")
+    return "\n".join([*lines, "and.b32 w, w, 0x55555555; or.b32 $0, w, t; }"])
 
 
 SUM = gl.constexpr(_sum_assembly())
