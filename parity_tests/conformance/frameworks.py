@@ -217,6 +217,14 @@ class PackageCache:
             allocate = self.module.allocate_dense_cache if dense else self.module.allocate_layer_cache
             self.cache = allocate(self.config, batch, max_length, **settings)
 
+    def feed(self, feedback: Mapping[str, oracle.Feedback]) -> None:
+        """Rounds the roles named sequentially from now on."""
+        make, fields = self.framework.module("quantize").Feedback, {}
+        for role, one in feedback.items():
+            arrays = (self.framework.array(array, self.device) for array in (one.matrix, one.shift))
+            fields[f"{role}_feedback"] = make(*arrays, one.steps)
+        self.rotation = dataclasses.replace(self.rotation, **fields)
+
     def append(
         self, key: np.ndarray, value: np.ndarray, new_lengths: Any, compiled: bool = True
     ) -> "PackageCache":

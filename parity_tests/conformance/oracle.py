@@ -259,18 +259,26 @@ def store_sequence(
     rotation: Mapping[str, np.ndarray],
     sink: int = SINK_TOKENS,
     recent: int = RECENT_TOKENS,
+    feedback: Mapping[str, Feedback] | None = None,
 ) -> SequenceBytes:
-    """The bytes that a cache must hold after `key` and `value` rows (bf16 bits [L, K, D]) were written."""
+    """The bytes that a cache must hold after `key` and `value` rows (bf16 bits [L, K, D]) were written.
+
+    feedback: of the roles ("key", "value") that are rounded sequentially.
+    """
+    fed = feedback or {}
     pages = history_pages(len(key), sink, recent)
     end = sink + PAGE * pages
     old_key, old_value = key[sink:end] if pages else key[:0], value[sink:end] if pages else value[:0]
-    keys = quantize_pages("key", old_key, rotation["key_transform"], rotation["key_multiplier"])
+    keys = quantize_pages(
+        "key", old_key, rotation["key_transform"], rotation["key_multiplier"], feedback=fed.get("key")
+    )
     values = quantize_pages(
         "value",
         old_value,
         rotation["value_transform"],
         rotation["value_multiplier"],
         rotation["value_mean"],
+        fed.get("value"),
     )
 
     def page_scale(scale: np.ndarray) -> np.ndarray:

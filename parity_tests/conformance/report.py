@@ -47,6 +47,7 @@ CACHE_WRITES = {"one go": 1000, "chunks of 100": 100, "token by token": 1}
 CACHE_KERNELS = {"jax": ("mosaic_gpu",), "torch": ("gluon", "triton")}  # beside the reference, where they run
 CACHE_WORKERS = 4  # processes for caches beside those for pages
 FORKED = "forked, then diverging"
+SEQUENTIAL = "token by token, sequential"  # by kernels: rotations with feedback
 SLOW_PAGES = 1  # of every case, in turn: what interpreted kernels can do in the time of a report
 AHEAD = 2  # cases whose oracle is computed ahead, in threads
 
@@ -326,7 +327,8 @@ def make_cache_tasks(devices: Sequence[str], missing: dict[str, str]) -> list[Ca
             if reason:
                 missing[f"cache of {framework.package} by {implementation} on {device}"] = reason
             else:
-                tasks += [(name, device, implementation, way) for way in (*CACHE_WRITES, FORKED)]
+                ways = (*CACHE_WRITES, FORKED, SEQUENTIAL) if known else (*CACHE_WRITES, FORKED)
+                tasks += [(name, device, implementation, way) for way in ways]
     return tasks
 
 
@@ -348,12 +350,18 @@ def cache_rows(rng: np.random.Generator, batch: int, tokens: int) -> list[np.nda
 def compare_writes(tally: CacheTally, framework: Any) -> None:
     """A ragged batch, appended in chunks of one size."""
     rng = np.random.default_rng(64)
-    batch, longest, chunk = len(CACHE_LENGTHS), max(CACHE_LENGTHS), CACHE_WRITES[tally.writing]
+    batch, longest, chunk = len(CACHE_LENGTHS), max(CACHE_LENGTHS), CACHE_WRITES.get(tally.writing, 1)
     key, value = cache_rows(rng, batch, longest)
     rotation = rows.make_rotation(rng, CACHE_HEADS, CACHE_HEAD_DIM)
+    feedback: dict[str, oracle.Feedback] = {}
     cache = PackageCache(
         framework, rotation, batch, longest, tally.device, implementation=tally.implementation
     )
+    if tally.writing == SEQUENTIAL:
+        for role in ("key", "value"):
+            vectors = rows.sample_vectors(role, 66, 1, CACHE_HEADS, CACHE_HEAD_DIM, steps=4)
+            feedback[role] = oracle.Feedback(vectors["feedback"], vectors["feedback_shift"], 4)
+        cache.feed(feedback)
     label = f"{tally.package} {tally.implementation} {tally.device} {tally.writing}"
     with progress(label, -(-longest // chunk)) as advance:
         for start in range(0, longest, chunk):
@@ -361,7 +369,8 @@ def compare_writes(tally: CacheTally, framework: Any) -> None:
             cache.append(key[:, start : start + chunk], value[:, start : start + chunk], counts)
             advance()
     for b, length in enumerate(CACHE_LENGTHS):
-        want = oracle.store_sequence(key[b, :length], value[b, :length], rotation).arrays()
+        stored = oracle.store_sequence(key[b, :length], value[b, :length], rotation, feedback=feedback)
+        want = stored.arrays()
         tally.add(want, cache.sequence(b).arrays(), f"sequence {b} (length {length})")
 
 

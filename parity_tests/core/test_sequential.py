@@ -2,7 +2,6 @@
 sets that ask for it are checked, and whoever cannot write it says so by name.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -92,8 +91,7 @@ def test_cache(framework: Framework) -> None:
     key, value = (oracle.to_bfloat16(rng.normal(0, 1, (450, 2, 64))) for _ in "kv")
     feedback = {role: make_feedback(rng, 2, 64, 4) for role in ("key", "value")}
     cache = PackageCache(framework, rotation, 1, 450)
-    fields = {f"{role}_feedback": package_feedback(framework, feedback[role]) for role in feedback}
-    cache.rotation = dataclasses.replace(cache.rotation, **fields)
+    cache.feed(feedback)
     for start in range(0, 450, 150):
         part = slice(start, start + 150)
         cache.append(key[None, part], value[None, part], [150])
