@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cases import BATCHES, LAYERS, LENGTHS, QUICK, SHAPES
+from draw_runs import draw_speed_ups
 
 from oscar_jax import ops
 from oscar_jax.cache import append_rows
@@ -391,38 +392,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Speed-up over BF16 by sequence length, one line per shape and batch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    lines: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for r in rows:
-        if r["what"] == "decode" and r["bf16_us"]:
-            point = (r["length"], r["bf16_us"] / r["int2_us"])
-            lines.setdefault((r["shape"], r["batch"]), []).append(point)
-    styles = dict(zip(sorted({batch for _, batch in lines}), itertools.cycle((":", "--", "-"))))
-    colors = {name: f"C{i}" for i, name in enumerate(SHAPES)}
-    for (name, batch), points in lines.items():
-        look: Any = {"color": colors[name], "linestyle": styles[batch], "label": f"{name}, B = {batch}"}
-        axis.plot(*zip(*sorted(points)), marker="o", markersize=4, **look)
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("sequence length")
-    lengths = sorted({length for points in lines.values() for length, _ in points})
-    axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
-    axis.minorticks_off()
-    axis.set_ylabel("BF16 time / INT2 time (higher is better)")
-    axis.set_title(f"Decode attention of one layer in JAX, {jax.devices()[0].device_kind}", fontsize=9)
-    axis.axhline(1, color="gray", linewidth=0.8)
-    if lines:
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 def run(options: argparse.Namespace) -> None:
     """Runs every case and writes the results after each: an interrupted run leaves what it measured."""
     start = time.perf_counter()
@@ -473,7 +442,7 @@ def run(options: argparse.Namespace) -> None:
                 record(f"append {name} {rounding} B={batch}", append)
     output.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     output.with_suffix(".md").write_text(document(head, rows))
-    plot(rows, output.with_suffix(".png"))
+    draw_speed_ups(rows, jax.devices()[0].device_kind, output.with_suffix(".png"))
     print(table(rows))
     if "not_timed" in head:
         sys.exit(1)

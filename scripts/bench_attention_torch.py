@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 from bench_cases import BATCHES, LAYERS, LENGTHS, QUICK, SHAPES
+from draw_runs import draw_times
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -464,32 +465,11 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars of the decode times of the quick cases, with the floor of the INT2 cache as a line."""
+    """Bars of the decode times of the quick cases."""
     try:
-        from matplotlib import pyplot
+        draw_times(result, path)
     except ImportError:
         print(f"{path.name} not drawn: matplotlib is not installed")
-        return
-    measured: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        case = (row["model"], row["batch"], row["length"])
-        if row["task"] == "decode" and case in QUICK:
-            measured.setdefault(case, []).append(row)
-    if not measured:
-        return
-    figure, all_axes = pyplot.subplots(1, len(measured), figsize=(3.2 * len(measured), 4), squeeze=False)
-    for axes, (case, rows) in zip(all_axes[0], measured.items(), strict=True):
-        names = [row["kernel"].replace(" ", "\n") for row in rows]
-        bars = axes.bar(names, [row["microseconds"] for row in rows])
-        axes.bar_label(bars, fmt="%.0f")
-        axes.axhline(min(row["floor"] for row in rows), color="black", linestyle=":", label="floor of INT2")
-        axes.set_title("{}, batch {},\n{} tokens".format(*case), fontsize=9)
-        axes.tick_params(axis="x", labelsize=6)
-        axes.set_ylabel("µs (lower is better)")
-    figure.suptitle(f"One-token attention in Torch {result['torch']}, {result['gpu']}")
-    figure.legend(*all_axes[0][0].get_legend_handles_labels(), fontsize=7, loc="lower right")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from draw_runs import draw_peers
 from sample_texts import find_texts
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -40,7 +41,6 @@ from oscar_torch.core.config import CalibrationConfig
 from oscar_torch.core.errors import ConfigError, OscarError
 from oscar_torch.core.window_policy import DEFAULT_WINDOW_POLICY
 from oscar_torch.evaluation.bars import Bars
-from oscar_torch.evaluation.plots import method_color
 from oscar_torch.evaluation.streams import TokenStream, read_stream
 from oscar_torch.hf.calibrate import calibrate, fit_rotation_set, load_model
 from oscar_torch.hf.model_check import cache_config, int2_layers
@@ -275,51 +275,13 @@ def page_of(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def save_plot(path: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """KL over the bytes of the cache, a point per method, both on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    rows = [row for row in record["rows"] if row["method"] != "bf16"]
-    if not rows:
-        return
-    settings = record["settings"]
-    figure, axis = pyplot.subplots(figsize=(7.4, 4.8))
-    for row in rows:
-        mine = row["method"].startswith("int2")
-        axis.scatter(
-            row["cache_bytes"] / 1e6, row["kl"], s=70 if mine else 35, color=method_color(row["method"]),
-            marker="D" if mine else "o", label=row["method"], zorder=3,
-        )  # fmt: skip
-    dense = next((row["cache_bytes"] for row in record["rows"] if row["method"] == "bf16"), None)
-    if dense:
-        axis.axvline(
-            dense / 1e6, color=method_color("bf16"), linewidth=1, linestyle="--", label="bf16 (KL 0)"
-        )
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
-    axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axis.set_xlabel("cache of the quantized layers, MB (smaller is better)")
-    axis.set_ylabel("mean KL(BF16 || method), nats (lower is better)")
-    axis.set_title(f"{settings['model']}, {settings['context']} tokens, {record['device']}", fontsize=9)
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def save(record: dict[str, Any], folder: pathlib.Path) -> None:
     """Writes run.json, page.md and plot.png."""
     record["rows"] = pooled(record)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "page.md").write_text(page_of(record))
-    save_plot(folder / "plot.png", record)
+    draw_peers(record, folder / "plot.png")
 
 
 def opened(folder: pathlib.Path, fresh: dict[str, Any]) -> dict[str, Any]:

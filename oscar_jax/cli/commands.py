@@ -106,6 +106,7 @@ def run_tasks(arguments: argparse.Namespace) -> None:
     from ..evaluation.paged import PAGED
     from ..evaluation.task_job import evaluate_tasks
     from ..evaluation.task_report import task_table
+    from . import output
 
     methods = _names(arguments.methods)
     check_method_names([name for name in methods if name != PAGED] or ["bf16"])
@@ -133,6 +134,7 @@ def run_tasks(arguments: argparse.Namespace) -> None:
             all_layers=arguments.all_layers,
             restart=arguments.restart,
             progress=bars,
+            say=output.say if _first_host() else lambda message: None,
         )
     if _first_host():
         print("\n".join(task_table(document)))

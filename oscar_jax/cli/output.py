@@ -19,6 +19,11 @@ def warn(message: str) -> None:
     print(f"oscar: warning: {message}", file=sys.stderr)
 
 
+def say(message: str) -> None:
+    """One line on standard output, at once: what a job has found so far."""
+    print(message, flush=True)
+
+
 def print_evaluation(document: Mapping[str, Any], out: str) -> None:
     """A table per text, one of all texts if there are several, and where the report is."""
     texts = document["texts"]

@@ -31,6 +31,7 @@ class StreamResult:
 def summarize(results: Sequence[StreamResult], methods: Sequence[Method]) -> list[dict[str, Any]]:
     """One table row per method over all positions of the given streams."""
     rows = []
+    positions = np.concatenate([result.positions for result in results])
     for method in methods:
         nll, kl, top1 = (
             np.concatenate([getattr(result, field)[method.name] for result in results])
@@ -64,6 +65,7 @@ def summarize(results: Sequence[StreamResult], methods: Sequence[Method]) -> lis
                 "top1": float(top1.mean()),
                 "cache_bytes": size,
                 "layers": layers,
+                "curve": _kl_curve(positions, kl),
             }
         )
     return rows
@@ -190,8 +192,20 @@ def save_evaluation(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     (directory / "evaluation.md").write_text(markdown_report(document))
-    curves = {method.name: _kl_curve(results, method.name) for method in methods}
-    title = f"{document['model']}, {document['context']} tokens, {document['device']}"
+    save_evaluation_plots(document, directory)
+
+
+def save_evaluation_plots(document: Mapping[str, Any], directory: pathlib.Path) -> None:
+    """Writes evaluation.png and layers.png; a record without curves shows the means of both halves."""
+    device = " ".join(dict.fromkeys(document["device"].split()))  # "cpu cpu" is one
+    title = f"Next-token distributions, {document['model']}, {document['context']:,} tokens, {device}"
+    middles = [document["context"] * part for part in (0.25, 0.75)]
+    curves = {}
+    for row in document["methods"]:
+        halves = [middles, [row["kl_mean_first_half"], row["kl_mean_second_half"]]]
+        positions, kl = row["curve"].values() if "curve" in row else halves
+        if None not in kl:
+            curves[row["method"]] = np.asarray(positions), np.asarray(kl)
     plots.save_evaluation_plot(directory / "evaluation.png", document["methods"], curves, title)
     errors = {
         row["method"]: {int(layer): cell["kl"] for layer, cell in row["layers"].items()}
@@ -202,10 +216,10 @@ def save_evaluation(
         plots.save_layer_error_plot(directory / "layers.png", errors, "attention KL, nats", title)
 
 
-def _kl_curve(results: Sequence[StreamResult], method: str) -> tuple[np.ndarray, np.ndarray]:
-    positions = np.concatenate([result.positions for result in results])
-    kl = np.concatenate([result.kl[method] for result in results])
+def _kl_curve(positions: np.ndarray, kl: np.ndarray) -> dict[str, list[float]]:
+    """Mean KL in equal bins of positions."""
     edges = np.linspace(positions.min(), positions.max() + 1, min(CURVE_BINS, len(positions)) + 1)
     place = np.digitize(positions, edges) - 1
     filled = np.unique(place)
-    return (edges[:-1] + edges[1:])[filled] / 2, np.asarray([kl[place == i].mean() for i in filled])
+    means = [float(kl[place == i].mean()) for i in filled]
+    return {"positions": ((edges[:-1] + edges[1:])[filled] / 2).tolist(), "kl": means}

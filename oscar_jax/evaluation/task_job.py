@@ -26,7 +26,7 @@ from .paged import PAGED, Paged
 from .stepper import Method, Runner, make_runner
 from .streams import TextError, TokenStream, check_source, read_stream
 from .subject import Progress, Subject, no_progress
-from .task_report import save_task_plots, save_tasks, summary
+from .task_report import record_line, save_task_plots, save_tasks, summary
 from .tasks import (
     MOST_QUESTIONS,
     TASKS,
@@ -85,6 +85,7 @@ def evaluate_tasks(
     dtype: str | None = None,
     restart: bool = False,
     progress: Progress = no_progress,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Accuracy of every method at every length; returns the report and writes it, with plots, into `out`.
 
@@ -92,7 +93,8 @@ def evaluate_tasks(
     judged by the BF16 model. Each of `trials` contexts per length has `questions` of every task (0: one per
     1024 tokens, at most 8). `texts` are the filler, or what is written on (none: made-up sentences); with
     `chat` the tokenizer's template surrounds context and question. `restart` forgets an interrupted run in
-    `out`. Raises ConfigError, TextError or CheckpointError before anything runs.
+    `out`; `say` is told of every context that is done. Raises ConfigError, TextError or CheckpointError
+    before anything runs.
     """
     lengths, tasks = sorted(set(lengths)), list(dict.fromkeys(tasks))
     for task in tasks:
@@ -148,6 +150,7 @@ def evaluate_tasks(
         records.append(record)
         if jax.process_index() == 0:  # of several hosts the first one writes
             save_tasks(document | summary(document, records), out, RESULTS)
+        say(record_line(record))
 
     def count(tokens: int) -> None:
         progress("tasks", tokens, total)

@@ -78,6 +78,17 @@ def mean_accuracy(document: Mapping[str, Any], length: int | str, method: str) -
     return float(np.mean([row["accuracy"][method] for row in document["accuracy"][str(length)].values()]))
 
 
+def record_line(record: Mapping[str, Any]) -> str:
+    """One context in one line: the mean accuracy of every method, or the perplexity of what it wrote."""
+    where = f"{record['length']:,} tokens, context {record['trial'] + 1}"
+    if "texts" in record:
+        cells = (f"{name} {row['perplexity']:.4g}" for name, row in record["texts"].items())
+        return f"{where}, perplexity: {', '.join(cells)}"
+    scores = [question["scores"] for question in record["questions"]]
+    cells = (f"{name} {100 * float(np.mean([row[name] for row in scores])):.0f} %" for name in scores[0])
+    return f"{where}, {len(scores)} questions: {', '.join(cells)}"
+
+
 def task_table(document: Mapping[str, Any]) -> list[str]:
     """The report as Markdown lines: accuracy by length and task, then what was written."""
     methods = [row["method"] for row in document["methods"]]

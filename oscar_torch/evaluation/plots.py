@@ -26,6 +26,9 @@ COLORS = {
     "int2:hadamard": "tab:pink",
     "int2:identity": "tab:olive",
     "int2:sequential": "mediumblue",
+    "int2:ordered": "royalblue",
+    "int2:nearest": "indigo",
+    "exported": "rosybrown",
     "published:centered": "lightcoral",
     "kivi": "darkmagenta",
     "fp8": "darkslategray",
@@ -34,7 +37,7 @@ COLORS = {
     "quanto:4": "goldenrod",
     "quanto:2": "gold",
 }
-OTHER_COLORS = ("navy", "teal", "darkgoldenrod", "indigo", "darkgreen", "maroon", "black", "slateblue")
+OTHER_COLORS = ("navy", "teal", "darkgoldenrod", "sienna", "darkgreen", "maroon", "black", "slateblue")
 
 
 def method_color(method: str) -> str:
@@ -42,13 +45,14 @@ def method_color(method: str) -> str:
     return COLORS.get(method) or OTHER_COLORS[zlib.crc32(method.encode()) % len(OTHER_COLORS)]
 
 
-def _legend_beside(axis: Any) -> None:
+def legend_beside(axis: Any) -> None:
     """The legend to the right of the axes, where no data is."""
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2):
+def new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[Any, list[Any]]:
+    """A figure and its axes side by side; `width` of each and `height` in inches before they are trimmed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +62,8 @@ def _new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2):
     return figure, list(axes[0])
 
 
-def _save(figure, path: pathlib.Path) -> pathlib.Path:
+def save_figure(figure: Any, path: pathlib.Path) -> pathlib.Path:
+    """Writes a figure and forgets it."""
     from matplotlib import pyplot
 
     figure.tight_layout()
@@ -71,7 +76,7 @@ def save_eigenvalue_plot(
     path: pathlib.Path, query: Mapping[int, np.ndarray], key: Mapping[int, np.ndarray]
 ) -> pathlib.Path:
     """Eigenvalues of the query and of the page-centered key covariance; layer → float [D], head means."""
-    figure, axes = _new_figure(2)
+    figure, axes = new_figure(2)
     for axis, title, spectra in zip(axes, ("queries", "keys (page-centered)"), (query, key)):
         for layer, values in spectra.items():
             ordered = np.sort(np.maximum(values, 1e-12))[::-1]
@@ -81,8 +86,8 @@ def save_eigenvalue_plot(
         axis.set_ylabel("share of the variance")
         axis.grid(alpha=0.3)
         if len(spectra) <= 12:
-            _legend_beside(axis)
-    return _save(figure, path)
+            legend_beside(axis)
+    return save_figure(figure, path)
 
 
 def save_outlier_plot(
@@ -92,7 +97,7 @@ def save_outlier_plot(
 
     layer → float [D]. A flat line at 1 has no outlier channel.
     """
-    figure, axes = _new_figure(2)
+    figure, axes = new_figure(2)
     for axis, title, channels in zip(axes, ("raw", "after the key transform"), (before, after)):
         for layer, values in channels.items():
             ordered = np.sort(values)[::-1]
@@ -102,19 +107,19 @@ def save_outlier_plot(
         axis.set_ylabel("standard deviation / mean")
         axis.grid(alpha=0.3)
         if len(channels) <= 12:
-            _legend_beside(axis)
+            legend_beside(axis)
     low = min(axis.get_ylim()[0] for axis in axes)
     high = max(axis.get_ylim()[1] for axis in axes)
     for axis in axes:
         axis.set_ylim(low, high)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def save_layer_error_plot(
     path: pathlib.Path, errors: Mapping[str, Mapping[int, float]], ylabel: str, title: str
 ) -> pathlib.Path:
     """One line per method: layer → error; ticks at the layers measured."""
-    figure, axes = _new_figure()
+    figure, axes = new_figure()
     for method, by_layer in errors.items():
         values = [max(value, 1e-9) for value in by_layer.values()]
         axes[0].semilogy(list(by_layer), values, "o-", label=method, ms=3, color=method_color(method))
@@ -125,8 +130,8 @@ def save_layer_error_plot(
     axes[0].set_ylabel(f"{ylabel} (lower is better)")
     axes[0].set_title(title, fontsize=9)
     axes[0].grid(alpha=0.3)
-    _legend_beside(axes[0])
-    return _save(figure, path)
+    legend_beside(axes[0])
+    return save_figure(figure, path)
 
 
 def save_evaluation_plot(
@@ -140,7 +145,7 @@ def save_evaluation_plot(
     A logarithmic axis has no zero for bars to stand on: the means are points at the end of a line from the
     best method, so that what one sees is how many times worse the others are.
     """
-    figure, axes = _new_figure(2)
+    figure, axes = new_figure(2)
     shown = [row for row in methods if row["kl_mean"] > 0]
     if shown:
         best = min(row["kl_mean"] for row in shown)
@@ -148,16 +153,19 @@ def save_evaluation_plot(
             color, value = method_color(row["method"]), row["kl_mean"]
             axes[0].plot([best, value], [place, place], "-", color=color, linewidth=2)
             axes[0].plot([value], [place], "o", color=color)
-            times = "" if value == best else f"  ({value / best:.3g} ×)"
+            ratio = value / best
+            times = "" if value == best else f"  ({ratio:,.0f} ×)" if ratio >= 100 else f"  ({ratio:.3g} ×)"
             axes[0].annotate(
-                f"{value:.3g}{times}", (value, place), xytext=(0, 6), textcoords="offset points", fontsize=8,
-                ha="center",
+                f"{value:.3g}{times}", (value, place), xytext=(7, 0), textcoords="offset points", fontsize=8,
+                va="center",
             )  # fmt: skip
         axes[0].set_xscale("log")
         axes[0].axvline(best, color="0.7", linewidth=0.8)
         axes[0].set_yticks(range(len(shown)), [row["method"] for row in shown])
         axes[0].set_ylim(len(shown) - 0.5, -0.7)
-        axes[0].margins(x=0.2)
+        worst = max(row["kl_mean"] for row in shown)
+        spread = max(worst / best, 2.0)
+        axes[0].set_xlim(best / spread**0.08, worst * spread**0.55)  # the right third is for the numbers
     axes[0].set_xlabel("mean KL(BF16 || method), nats (lower is better)")
     figure.suptitle(title, fontsize=9)
     for method, (positions, values) in curves.items():
@@ -169,12 +177,14 @@ def save_evaluation_plot(
     if curves:
         ends = [positions for positions, _ in curves.values() if len(positions)]
         if ends:
-            axes[1].set_xticks(np.unique(np.linspace(ends[0][0], ends[0][-1], 5).round().astype(int)))
+            places = np.linspace(ends[0][0], ends[0][-1], min(5, len(ends[0])))
+            ticks = np.unique(places.round().astype(int))
+            axes[1].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes[1].set_xlabel("position")
     axes[1].set_ylabel("mean KL, nats (lower is better)")
     axes[1].grid(alpha=0.3)
-    _legend_beside(axes[1])
-    return _save(figure, path)
+    legend_beside(axes[1])
+    return save_figure(figure, path)
 
 
 def save_task_plot(
@@ -187,7 +197,7 @@ def save_task_plot(
 
     Panels share `ylabel` if there is one, with the same range; else each has its own name there.
     """
-    figure, axes = _new_figure(len(panels), width=4.0, height=3.6)
+    figure, axes = new_figure(len(panels), width=4.0, height=3.6)
     for number, (axis, (name, curves)) in enumerate(zip(axes, panels.items())):
         lengths = sorted({length for by_length in curves.values() for length in by_length})
         for place, (method, by_length) in enumerate(curves.items()):
@@ -209,5 +219,5 @@ def save_task_plot(
         if not ylabel and min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
     figure.suptitle(title, fontsize=9)
-    _legend_beside(axes[-1])
-    return _save(figure, path)
+    legend_beside(axes[-1])
+    return save_figure(figure, path)

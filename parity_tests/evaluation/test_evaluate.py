@@ -359,6 +359,8 @@ def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_pa
     for row in stored["methods"]:
         for name in ("bits_per_element", "perplexity", "kl_mean", "kl_median", "kl_p99", "top1"):
             assert isinstance(row[name], float)
+        assert len(row["curve"]["kl"]) == len(row["curve"]["positions"]) == evaluation_report.CURVE_BINS
+        assert min(row["curve"]["kl"]) <= row["kl_mean"] <= max(row["curve"]["kl"])
     # Pooling a text with itself changes nothing.
     one, two = stored["texts"][0]["methods"][1], stored["methods"][1]
     assert one["kl_mean"] == pytest.approx(two["kl_mean"]) and one["perplexity"] == pytest.approx(

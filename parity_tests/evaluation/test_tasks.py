@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -281,10 +282,16 @@ def test_a_run_goes_on_where_it_stopped(path: Path, tmp_path: Path, monkeypatch:
     assert len(json.loads((tmp_path / "tasks.json").read_text())["records"]) == 1
     real = task_job._answer
     monkeypatch.setattr(task_job, "_answer", lambda *a: calls.append(a[6]) or real(*a))
-    done = []
+    done, said = [], []
     document = task_job.evaluate_tasks(
-        path, [], tmp_path, progress=lambda stage, count, total: done.append((count, total)), **options
-    )
+        path, [], tmp_path, progress=lambda stage, count, total: done.append((count, total)), say=said.append,
+        **options,
+    )  # fmt: skip
+    assert [line.split(":")[0] for line in said] == [  # of what the first run did not reach
+        "512 tokens, context 1, perplexity", "512 tokens, context 2, 1 questions",
+        "512 tokens, context 2, perplexity",
+    ]  # fmt: skip
+    assert said[1] == "512 tokens, context 2, 1 questions: bf16 0 %, hadamard 0 %"
     assert calls == [1] and sum(count for count, _ in done) == done[0][1] == 2 * (512 + 512 + 128)
     stored = json.loads((tmp_path / "tasks.json").read_text())
     assert stored["accuracy"] == json.loads(json.dumps(document["accuracy"]))
@@ -354,6 +361,7 @@ def test_likelihoods_and_continuations_are_those_of_decoding(
     assert scorer.generate_until([(prompt, stop) for prompt in asked])[0] == made[0].split(made[0][2])[0]
     # The twin in PyTorch gives the same, up to the order of sums in float32.
     torch_scorer = pytest.importorskip("oscar_torch.hf.scorer")
+    assert list(signature(torch_scorer.Scorer).parameters) == list(signature(Scorer).parameters)
     twin = torch_scorer.Scorer(path, method="int2", rotations=tmp_path / "set", batch=4, dtype="float32")
     pairs = [("a", "b"), (context, continuation), ("", "ab")]
     for mine, theirs in zip((short, long, bare), twin.loglikelihood(pairs)):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -67,3 +68,21 @@ def test_torch_page_names_kernels_and_batch(monkeypatch: pytest.MonkeyPatch) -> 
     assert "| qwen3-8b | decode | BF16 FlashAttention | 8 | 4096 | 60.0 | 50.0 | 1.20 × |  |" in page
     assert "| qwen3-8b | decode | INT2 triton | 8 | 4096 | 10.0 | 8.0 | 1.25 × | 6.00 × |" in page
     assert "Not measured: gluon: compute capability 8.0" in page
+
+
+def test_recorded_plots_can_be_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plot in results/ has its function; one is drawn from its record, with the colours of methods."""
+    pytest.importorskip("matplotlib")
+    script = load_script("draw_runs", monkeypatch)
+    results = SCRIPTS.parent / "results"
+    drawn = [path.parent for path in results.glob("*/*/plot.png")]
+    assert drawn and all(run.parent.name.startswith(tuple(script.PLOTS)) for run in drawn)
+    colors = list(script.MODEL_COLORS.values())
+    assert not set(colors) & {script.method_color(name) for name in ("bf16", "int2", "published", "hadamard")}
+    run = tmp_path / "kernels-torch" / "gpu-2026-01-01"
+    run.mkdir(parents=True)
+    row = {"model": "qwen3-8b", "batch": 8, "length": 102_400, "task": "decode", "floor": 2.0}
+    rows = [{**row, "kernel": name, "microseconds": 9.0} for name in ("BF16 cuDNN", "INT2 gluon")]
+    (run / "run.json").write_text(json.dumps({"torch": "2", "gpu": "GPU", "rows": rows}))
+    assert script.main([str(run)]) == 0 and (run / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert script.main([str(tmp_path / "parity")]) == 2
