@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..launch.repeated import Launch
 from ..launch.tensors import check_hopper
-from ..quantize.gluon import PLANS
+from ..quantize.gluon import PLANS, SEQUENTIAL_HEAD_DIM_MAX
 from ..quantize.gluon_page import (
     center_tile,
     everywhere,
@@ -16,6 +16,7 @@ from ..quantize.gluon_page import (
     tile_offsets,
 )
 from ..quantize.gluon_sequential import load_feedback, stage_feedback
+from ..quantize.sequential import require_head_dim
 from ..quantize.steps import PAGE
 from . import triton as plain
 
@@ -136,6 +137,7 @@ def _launch(cache, rotation) -> Launch:
     head_dim = cache.config.head_dim
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim = {head_dim}: Gluon appends with {HEAD_DIMS}")
+    require_head_dim(rotation, head_dim, SEQUENTIAL_HEAD_DIM_MAX)
     parts = 2 * cache.config.num_key_value_heads
     fixed = plain.fixed_arguments(cache, rotation, parts)
     _, warps, registers = PLANS[head_dim]
