@@ -116,7 +116,7 @@ def test_tables_of_peers_and_tasks(tables: Any, monkeypatch: pytest.MonkeyPatch)
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| BF16 | 16 | 1000 | 0 | 0 | – |",
         "| HQQ, 4 bits | 4.5 | 285 | .5 | .25 | 25 × |",
-        "| **OscarCache**, nearest | 2.25 | 150 | .02 | .01 | 1 × |",
+        f"| {tables.PEER_METHODS['int2']} | 2.25 | 150 | .02 | .01 | 1 × |",
     ]
     text = tables.tasks()
     assert "means over single, keys, 8–16 questions each: coder, GPU" in text
@@ -124,7 +124,7 @@ def test_tables_of_peers_and_tasks(tables: Any, monkeypatch: pytest.MonkeyPatch)
         "| cache | 4K | 32K | less BF16, points |",
         "| --- | ---: | ---: | ---: |",
         "| BF16 | 100.0 % | 100.0 % |  |",
-        "| **OSCAR-KV** | 75.0 % | 75.0 % | -25.0 ± 1.7 |",
+        f"| {tables.TASK_METHODS['int2']} | 75.0 % | 75.0 % | -25.0 ± 1.7 |",
     ]
 
 
