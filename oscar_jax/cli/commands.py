@@ -155,6 +155,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     from ..evaluation.subject import window_policy
     from ..generate import Generator, SamplingConfig
     from ..rotations.store import load_rotation_set
+    from ..sharding import check_batch
     from ..text_stream import TextStream
     from . import output
 
@@ -182,6 +183,8 @@ def run_generate(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"prompt and new tokens make {longest} tokens, the model has {config.max_positions} positions"
         )
+    if subject.mesh is not None:
+        check_batch(len(encoded), subject.mesh)
     generator = Generator(
         subject.model,
         config,
@@ -193,11 +196,11 @@ def run_generate(arguments: argparse.Namespace) -> None:
         mesh=subject.mesh,
     )
     stop = arguments.stop or []
-    shown = output.Continuations(prompts, [TextStream(subject.tokenizer, stop) for _ in prompts])
-    first = _first_host()
-    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token if first else None, stop=stop)
-    if not first:
+    if not _first_host():
+        generator(encoded, arguments.max_new_tokens, stop=stop)
         return
+    shown = output.Continuations(prompts, [TextStream(subject.tokenizer, stop) for _ in prompts])
+    result = generator(encoded, arguments.max_new_tokens, on_token=shown.token, stop=stop)
     shown.finish()
     for line in output.generation_summary(result.statistics, config.model_id):
         print(line, file=sys.stderr)

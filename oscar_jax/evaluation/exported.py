@@ -52,7 +52,10 @@ def exported_recipes(
     """
     schema, loader = parse_reader(name)
     geometry = _geometry(config)
-    counted = loader is not None and LOADERS[loader].layers == "counted"
+    if loader is None:  # the export keeps the ids of an imported pair
+        counted = "published_layers" in rotation_set.header.extra
+    else:
+        counted = LOADERS[loader].layers == "counted"
     with tempfile.TemporaryDirectory() as folder:
         export_published_pair(rotation_set, folder, schema=schema, loader=loader, model=geometry)
         read = import_published_pair(

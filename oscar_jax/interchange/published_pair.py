@@ -160,10 +160,10 @@ def export_published_pair(
 
     Matrices of an imported set are the originals, byte for byte; a fitted orthogonal one is the orthogonal
     matrix nearest to its rounded form, to 1e-6. Non-orthogonal transforms go to version 3 with their inverse
-    companions, key means too. `schema` caps the version: below 3 the key means of a fitted set are dropped,
-    and what needs a newer version is refused. `loader`, a name in LOADERS, refuses what that one would refuse
-    or misread, numbers the layers as it does and drops the means that it ignores; `model` tells it the
-    model's layers. Raises CheckpointError or ConfigError; replaces only such files.
+    companions, key means too. `schema` caps the version: below 3 key means are dropped, and what needs a
+    newer version is refused. `loader`, a name in LOADERS, refuses what that one would refuse or misread,
+    numbers the layers as it does, whatever the ids of an imported pair, and drops the means that it ignores;
+    `model` tells it the model's layers. Raises CheckpointError or ConfigError; replaces only such files.
     """
     directory = pathlib.Path(directory)
     validate_rotation_set(rotation_set)
@@ -179,7 +179,7 @@ def export_published_pair(
             except CheckpointError as error:
                 raise CheckpointError(f"refusing to overwrite what is no rotation file: {error}") from None
     means = (schema is None or schema >= 3) and (target is None or target.companions)
-    states, notes = published_states(rotation_set, means=means)
+    states, notes = published_states(rotation_set, means=means, model_ids=target is not None)
     for role, state in states.items():
         version = state["format_version"]
         if schema is not None and version > schema:
@@ -213,11 +213,12 @@ def export_published_pair(
 
 
 def published_states(
-    rotation_set: RotationSet, *, means: bool = True
+    rotation_set: RotationSet, *, means: bool = True, model_ids: bool = False
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The content of the two files of a pair by role, arrays as NumPy, and notes for the report.
 
-    `means` False leaves the key means of a fitted set out.
+    `means` False leaves key means out. Layers have the ids that an imported pair gave them, or with
+    `model_ids` those of the model's layers.
     """
     states, notes = {}, []
     for role in ("key", "value"):
@@ -226,7 +227,7 @@ def published_states(
         }
         if not all(originals.values()):
             notes.append(f"{role} eigenvalues are not part of a rotation set and are written as ones")
-        states[role] = _published_state(rotation_set, role, all(originals.values()), means)
+        states[role] = _published_state(rotation_set, role, all(originals.values()), means, model_ids)
     return states, notes
 
 
@@ -360,15 +361,18 @@ def _original(rotation_set: RotationSet, layer: int, role: str) -> np.ndarray | 
     return original
 
 
-def _published_state(rotation_set: RotationSet, role: str, all_original: bool, means: bool) -> dict[str, Any]:
+def _published_state(
+    rotation_set: RotationSet, role: str, all_original: bool, means: bool, model_ids: bool
+) -> dict[str, Any]:
     """The dict of one file of a pair, arrays as NumPy."""
     header = rotation_set.header
     entries = {layer: _entry(rotation_set, layer, role, means) for layer in header.layers}
     _complete(entries, role, header.num_key_value_heads)
     published = header.extra.get("published", {}).get(role) if all_original else None
-    if published is not None:
+    cut = not means and role == "key" and any("key_mean" in kept for kept in rotation_set.companions.values())
+    if published is not None and not cut:
         metadata = {name: value for name, value in published.items() if name != "string_ids"}
-        numbers = header.extra.get("published_layers", {})
+        numbers = {} if model_ids else header.extra.get("published_layers", {})
         named = {numbers.get(str(layer), layer): entry for layer, entry in entries.items()}
         for identifier, entry in named.items():
             entry["layer_id"] = identifier
@@ -400,7 +404,7 @@ def _entry(rotation_set: RotationSet, layer: int, role: str, means: bool) -> dic
         kept = {
             field: np.asarray(companions[name])
             for field, name in _COMPANIONS[role].items()
-            if name in companions
+            if name in companions and (means or field != "k_mean")
         }
         return {"layer_id": layer} | kept
     fields = rotation_set.layers[layer].numpy()

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import replacing_file
-
-_LFS_POINTER = b"version https://git-lfs"
+from ..core.files import refuse_lfs_pointer, replacing_file
 
 
 def require_package(module: str, purpose: str) -> types.ModuleType:
@@ -30,11 +28,7 @@ def load_torch_file(path: pathlib.Path) -> Any:
     torch = require_package("torch", "reading and writing .pt files")
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(
-                f"{path}: a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
-            )
+    refuse_lfs_pointer(path)
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import CheckpointError
+from ..core.files import refuse_lfs_pointer
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -46,8 +47,11 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            refuse_lfs_pointer(path)
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CheckpointError(f"cannot read GGUF file {path}: {error}") from None
         self._cursor = 0

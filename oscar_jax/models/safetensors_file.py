@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..core.errors import CheckpointError
+from ..core.files import refuse_lfs_pointer
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -35,6 +36,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         try:
+            refuse_lfs_pointer(path)
             self._data = np.memmap(path, np.uint8, "r")
             length = int.from_bytes(self._data[:8].tobytes(), "little")
             if not 2 <= length <= min(_MAX_HEADER, len(self._data) - 8):
@@ -46,6 +48,8 @@ class SafetensorsFile:
                 name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
                 for name, entry in entries.items()
             }
+        except CheckpointError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
         for name, (dtype, shape, first, last) in self._places.items():

@@ -20,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ..core import cache_format as fmt
 from ..core.errors import CheckpointError, OscarError
-from ..core.files import replacing_directory, replacing_file
+from ..core.files import refuse_lfs_pointer, replacing_directory, replacing_file
 from ..core.rotation_header import RotationHeader, validate_header
 from .rotation import LayerRotation, RotationSet, validate_rotation_set
 
@@ -164,6 +164,7 @@ def _read_document(path: pathlib.Path) -> tuple[RotationHeader, dict[str, str]]:
 
 def _safetensors_header(path: pathlib.Path) -> dict[str, Any]:
     """The JSON header of a .safetensors file; a file too short for its tensors is refused by tensor name."""
+    refuse_lfs_pointer(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,5 @@
-"""Files and directories written whole or not at all: built beside their place, then renamed into it.
+"""Files and directories written whole or not at all: built beside their place, then renamed into it; pointers
+of Git LFS known before a reader takes them for a damaged file.
 
 Twin file, byte-identical in both packages. Standard library only.
 """
@@ -9,6 +10,10 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+
+from .errors import CheckpointError
+
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @contextlib.contextmanager
@@ -51,3 +56,12 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
             raise
     finally:
         shutil.rmtree(workspace)
+
+
+def refuse_lfs_pointer(path: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError if a file is the pointer that Git LFS leaves where it fetched nothing."""
+    with open(path, "rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
+            )

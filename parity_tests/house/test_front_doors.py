@@ -69,11 +69,11 @@ def test_caches_of_torch_do_not_load_transformers() -> None:
     assert run(code).strip() == "False"
 
 
-@pytest.mark.parametrize("module", ["oscar_jax", "oscar_jax.cli"])
+@pytest.mark.parametrize("module", ["oscar_jax", "oscar_jax.cli", "oscar_torch"])
 def test_both_modules_run_the_command_line(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", module, "--version"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.startswith("oscar 0.")
-    assert "| jax" not in done.stderr  # asking for the version is quick
+    assert "| jax" not in done.stderr and "| torch" not in done.stderr  # asking for the version is quick

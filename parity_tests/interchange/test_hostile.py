@@ -8,6 +8,7 @@ import torch
 
 from oscar_jax.core.errors import CheckpointError
 from oscar_jax.interchange import convert, inspect, torch_file
+from oscar_jax.models.safetensors_file import SafetensorsFile
 from parity_tests.interchange.test_interchange import D, break_state, make_state, write_pair
 
 EYE = torch.eye(D)
@@ -120,10 +121,12 @@ def test_deep_metadata_is_ignored_by_name(tmp_path):
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    path = tmp_path / "k_rotation.pt"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2373\n")
-    with pytest.raises(CheckpointError, match=r"k_rotation\.pt: a Git LFS pointer.*git lfs pull"):
-        inspect.inspect(path)
+    """In every form that is kept in such repositories, weights included."""
+    for name in ("k_rotation.pt", "set.safetensors", "model.gguf", "model.safetensors"):
+        path = tmp_path / name
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2373\n")
+        with pytest.raises(CheckpointError, match=rf"^[^:]*{name}: a Git LFS pointer.*git lfs pull"):
+            SafetensorsFile(path) if name == "model.safetensors" else inspect.inspect(path)
 
 
 def test_compressed_archives_are_refused_unread(tmp_path):

@@ -212,10 +212,32 @@ def test_layers_of_each_loader(tmp_path):
         assert all(
             first["layers"][i]["rotation"].equal(second["layers"][i]["rotation"]) for i in first["layers"]
         )
+    # For a loader the model's ids count, whatever the file that the set came from had.
+    for name in ("sglang-hybrid", "nova"):
+        published_pair.export_published_pair(back, tmp_path / name, loader=name, model=geometry(HYBRID))
+        assert independent.LOADERS[name](tmp_path / name, HYBRID).keys() == {1, 3}
+        assert independent.worst_error(independent.LOADERS[name](tmp_path / name, HYBRID), HYBRID) < 1e-3
     with pytest.raises(ConfigError, match="layer_ids = 'heads', allowed: model, attention"):
         convert.load_any(tmp_path / "nova", layer_ids="heads")
     with pytest.raises(ConfigError, match="needs the model"):
         convert.load_any(tmp_path / "nova", layer_ids="attention")
+
+
+def test_key_means_of_an_imported_pair_are_dropped_for_who_ignores_them(tmp_path):
+    import torch
+
+    write_pair(tmp_path / "pair", version=2, heads=2, layers=(0, 1))
+    means = load(tmp_path / "pair" / "k_rotation_test.pt") | {"format_version": 3, "source_grouping": "head"}
+    for entry in means["layers"].values():
+        entry["k_mean"] = torch.ones(2, D)
+    torch.save(means, tmp_path / "pair" / "k_rotation_test.pt")
+    imported, _ = convert.load_any(tmp_path / "pair", num_query_heads=4)
+    for name, options in {"loader": {"loader": "sglang-2026-08"}, "schema": {"schema": 2}}.items():
+        report = published_pair.export_published_pair(imported, tmp_path / name, **options)
+        state = load(tmp_path / name / published_pair.KEY_FILE)
+        assert state["format_version"] == 2 and "key means" in report.dropped
+        for layer, entry in state["layers"].items():
+            assert "k_mean" not in entry and entry["rotation"].equal(means["layers"][layer]["rotation"])
 
 
 def test_convert_for_a_loader(tmp_path):
