@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from . import ops
 from .arithmetic import compiled_once, exact_arithmetic, refuse_gradients, traced, zeros_of
@@ -100,7 +101,7 @@ def allocate_dense_cache(
     batch: int,
     max_length: int,
     window: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> DenseCache:
     """An empty BF16 cache; with `window`, a ring just long enough for a sliding window of that length."""
     _require_whole(batch=batch, max_length=max_length, window=1 if window is None else window)

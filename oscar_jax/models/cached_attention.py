@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..cache import allocate_dense_cache, allocate_layer_cache, attend, live_bytes
 from ..core.errors import ConfigError
@@ -80,7 +81,7 @@ def allocate_model_cache(
     *,
     kind: str = "int2",
     window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     chunk: int = 512,
     **windows: int,
 ) -> list[AnyCache]:

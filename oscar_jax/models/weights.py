@@ -8,7 +8,6 @@ tensor by tensor, so that no second copy of the weights exists.
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..core.errors import CheckpointError
 from ..core.fingerprint import EMBEDDING_ROWS, fingerprint_weights
@@ -73,7 +73,11 @@ class Placement:
 
 
 def load_model(
-    path: str | Path, *, dtype: Any = None, param_dtype: Any = None, placement: Placement | None = None
+    path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Decoder, ModelConfig, Any]:
     """Decoder, its configuration and its tokenizer from a directory, a .gguf file or a weights package.
 
@@ -228,8 +232,8 @@ def build_model(
     config: ModelConfig,
     source: TensorSource,
     *,
-    dtype: Any,
-    param_dtype: Any,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
     placement: Placement | None = None,
 ) -> Decoder:
     """The decoder with the source's weights; CheckpointError lists every tensor that does not fit.
@@ -272,7 +276,7 @@ def build_model(
     return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
-def abstract_model(config: ModelConfig, *, dtype: Any, param_dtype: Any) -> Decoder:
+def abstract_model(config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike) -> Decoder:
     """The decoder with shapes in place of weights."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
 
@@ -474,8 +478,3 @@ def host_array(array: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def parameter_count(model: Decoder) -> int:
-    """Number of weights, tied ones once."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

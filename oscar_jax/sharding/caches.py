@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from .. import cache as one_device
 from ..arithmetic import traced
@@ -80,7 +81,7 @@ def allocate_model_cache(
     *,
     kind: str = "int2",
     window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     **windows: int,
 ) -> list[AnyCache]:
     """As `models.cached_attention.allocate_model_cache`, on a mesh; no array is ever whole on one device.
@@ -104,7 +105,13 @@ def allocate_model_cache(
 
 
 def _allocate(
-    config: CacheConfig, batch: int, max_length: int, mesh: Mesh, paged: bool, window: int | None, dtype: Any
+    config: CacheConfig,
+    batch: int,
+    max_length: int,
+    mesh: Mesh,
+    paged: bool,
+    window: int | None,
+    dtype: DTypeLike,
 ) -> LayerCache | DenseCache:
     def make() -> LayerCache | DenseCache:
         if not paged:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..models import cached_attention, weights
@@ -24,7 +24,7 @@ class DeviceMemory:
 
 
 def memory_per_device(
-    config: ModelConfig, *, data: int, model: int, batch: int, tokens: int, dtype: Any = jnp.bfloat16
+    config: ModelConfig, *, data: int, model: int, batch: int, tokens: int, dtype: DTypeLike = jnp.bfloat16
 ) -> DeviceMemory:
     """Bytes per device of a mesh for `batch` sequences of `tokens` tokens; weights are of `dtype`.
 

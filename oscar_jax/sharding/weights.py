@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..models import weights
@@ -57,7 +58,7 @@ def placement(config: ModelConfig, mesh: Mesh) -> weights.Placement:
 
 
 def load_model(
-    path: str | Path, mesh: Mesh, *, dtype: Any = None, param_dtype: Any = None
+    path: str | Path, mesh: Mesh, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None
 ) -> tuple[Decoder, ModelConfig, Any]:
     """`models.weights.load_model` onto a mesh: each host reads only the parts that its devices hold.
 
@@ -81,7 +82,7 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
     )
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh, *, dtype: Any, param_dtype: Any) -> Any:
+def abstract_model(config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
     """The state of the decoder on a mesh by shapes alone: `jax.ShapeDtypeStruct`s with their shardings."""
     spread = config.for_shards(mesh.shape[MODEL_AXIS])
     state = nnx.split(weights.abstract_model(spread, dtype=dtype, param_dtype=param_dtype))[1]

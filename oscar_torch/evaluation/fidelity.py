@@ -5,8 +5,6 @@ tokens, and exactly the tokens `sink ... sink + 64 * history_pages(p + 1)` are r
 Everything here is float32; nothing is stored in two bits.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from ..quantize import (
     quantize_key_pages,
     quantize_value_pages,
 )
+from ..rotations.rotation import LayerRotation
 
 
 def reconstruct_key_pages(
@@ -52,7 +51,7 @@ def reconstruct_value_pages(
     return dequantize_value_pages(words, scale, mean, inverse).reshape(value.shape)
 
 
-def reconstruct_pages(key: Tensor, value: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
+def reconstruct_pages(key: Tensor, value: Tensor, rotation: LayerRotation) -> tuple[Tensor, Tensor]:
     """Keys and values as the pages of a LayerRotation return them: [S, K, D], any S -> float32 [S, K, D]."""
     tokens = key.shape[0]
     padding = (0, 0, 0, 0, 0, -tokens % fmt.PAGE_TOKENS)

@@ -559,10 +559,6 @@ class StaticLayer(OscarLayer):
 
     # Taking back, other batches.
 
-    def _lost_page(self, sequence: int, left: int) -> int | None:
-        """None: every sequence keeps all of its pages."""
-        return None
-
     def removable(self, tokens_to_remove: int) -> Removal:
         """What `crop(tokens_to_remove)` takes away; raises, without changing anything, if it cannot."""
         if self.leading:

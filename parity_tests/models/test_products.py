@@ -21,7 +21,8 @@ def operands(rows: tuple[int, ...], axis: int, dtype=jnp.bfloat16) -> tuple[jax.
 def products_in(function, *operands: jax.Array) -> list[tuple[int, ...]]:
     """Shapes of what the products of a trace result in."""
     equations = jax.make_jaxpr(lambda *x: function(*x))(*operands).jaxpr.eqns  # a trace of its own
-    return [e.outvars[0].aval.shape for e in equations if e.primitive.name == "dot_general"]
+    results = [e.outvars[0].aval for e in equations if e.primitive.name == "dot_general"]
+    return [x.shape for x in results]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("axis", [PLAIN, TURNED])
