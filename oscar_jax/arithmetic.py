@@ -59,6 +59,11 @@ def compiled_quickly[**P, R](**settings: Any) -> Callable[[Callable[P, R]], Call
     return decorate
 
 
+def default_chunk() -> int:
+    """Tokens per forward pass: enough for large matrix products, 512 on a CPU and 2048 elsewhere."""
+    return 512 if jax.default_backend() == "cpu" else 2048
+
+
 def compiled_once[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """The function, compiled once per shape where it is called on arrays; inside a trace as it is.
 

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from .arithmetic import default_chunk
 from .core import cache_format as fmt
 from .core.errors import CacheFullError, ConfigError
 from .core.window_policy import DEFAULT_WINDOW_POLICY, WindowPolicy
@@ -34,7 +35,6 @@ from .rotations.rotation import LayerRotation, RotationSet
 from .sharding.places import place_of
 from .text_stream import TextStream
 
-PREFILL_CHUNK = 512  # tokens; chunk boundaries lie on multiples of it
 DECODE_BLOCK = 8  # tokens generated per dispatch, and so the grain of streaming
 
 
@@ -159,10 +159,11 @@ class Generator:
 
     `cache` is "int2" (needs rotations for every layer that is not kept in BF16) or "bf16"; `implementation`
     is that of `cache.attend`; a `tokenizer` (anything with `decode`) gives texts, and is needed for stop
-    strings. Calls without a `seed` draw with new seeds each, all fixed by the sampling's. With a `mesh` the
-    model is one that `sharding` has placed there, `config` the checkpoint's all the same, and every batch a
-    multiple of the mesh's data axis. Raises ConfigError, or CheckpointError for rotations of other weights; a
-    `model_id` equal to the rotations' own says that they fit all the same.
+    strings. Prompts go through the model `chunk` tokens at a time (default 512 on a CPU, 2048 elsewhere), cut
+    at its multiples. Calls without a `seed` draw with new seeds each, all fixed by the sampling's. With a
+    `mesh` the model is one that `sharding` has placed there, `config` the checkpoint's all the same, and
+    every batch a multiple of its data axis. Raises ConfigError, or CheckpointError for rotations of other
+    weights; a `model_id` equal to the rotations' own says that they fit all the same.
     """
 
     def __init__(
@@ -174,13 +175,14 @@ class Generator:
         rotations: RotationSet | Mapping[int, LayerRotation] | None = None,
         sampling: SamplingConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
         window_policy: WindowPolicy = DEFAULT_WINDOW_POLICY,
         implementation: str | None = None,
         model_id: str | None = None,
         tokenizer: Any | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        chunk = default_chunk() if chunk is None else chunk
         if chunk < fmt.PAGE_TOKENS or chunk % fmt.PAGE_TOKENS:
             raise ConfigError(f"chunk = {chunk}, allowed: multiples of {fmt.PAGE_TOKENS}")
         self.config, self.cache, self.chunk = config, cache, chunk

@@ -129,7 +129,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 def _add_basis(command: argparse.ArgumentParser, defaults: CalibrationConfig) -> None:
     command.add_argument("--basis", choices=CalibrationConfig.BASES, default="", help="of keys")
-    about = "default nearest; sequential: blocks of channels one after the other, in basis ordered"
+    about = "default sequential (blocks of channels one after the other) where model and text allow it"
     command.add_argument("--rounding", choices=fmt.ROUNDINGS, default="", help=about)
     command.add_argument("--shared", action="store_true", help="one matrix for all heads of a layer")
     command.add_argument(

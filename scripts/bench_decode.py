@@ -47,6 +47,7 @@ from oscar_jax.rotations.rotation import hadamard_rotation
 
 STEPS = 16  # per sample; with the samples and the one before them every sequence flushes a page
 WHAT = ("decode", "prefill", "throughput")
+WAYS = ("step", "generator", "bf16")
 LONG = 102_400  # tokens of a sequence, throughput
 
 
@@ -411,9 +412,11 @@ def run(options: argparse.Namespace) -> None:
     room = options.memory - bench.weight_bytes
     need = [n * config.num_layers for n in sequence_bytes(config.cache_config(), 1 << 20)]
     for batch, length in cases if "decode" in options.what else []:
-        bench.try_to(time_steps, "decode", "int2", batch, length)
-        bench.try_to(time_generator, batch, length)
-        if batch * length * (need[1] >> 20) <= room:
+        if "step" in options.ways:
+            bench.try_to(time_steps, "decode", "int2", batch, length)
+        if "generator" in options.ways:
+            bench.try_to(time_generator, batch, length)
+        if "bf16" in options.ways and batch * length * (need[1] >> 20) <= room:
             bench.try_to(time_steps, "decode", "bf16", batch, length)
     for batch, length in cases if "prefill" in options.what else []:
         bench.try_to(time_prefill, batch, length)
@@ -430,6 +433,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     cases = ["1x32768", "8x32768", "1x98304", "8x98304"]
     parser.add_argument("--cases", nargs="+", default=cases, help="sequences x tokens (default %(default)s)")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of decode (default: all)"
+    )
     parser.add_argument("--chunks", nargs="+", type=int, default=[2048, 8192], help="of prefill")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
     parser.add_argument("--layers", type=int, help="default: all")

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from sample_texts import find_texts
 
+from oscar_jax.arithmetic import default_chunk
 from oscar_jax.calibration.job import calibrate, fit
 from oscar_jax.core import cache_format as fmt
 from oscar_jax.core.config import CalibrationConfig
@@ -36,7 +37,7 @@ from oscar_jax.evaluation import fidelity, job
 from oscar_jax.evaluation.report import StreamResult
 from oscar_jax.evaluation.stepper import Method, make_runner
 from oscar_jax.evaluation.streams import read_stream
-from oscar_jax.evaluation.subject import Subject, default_chunk, load_subject
+from oscar_jax.evaluation.subject import Subject, load_subject
 from oscar_jax.rotations import store
 from oscar_jax.rotations.fit import fit_layer_rotation
 from oscar_jax.rotations.rotation import LayerRotation

@@ -31,10 +31,10 @@ PAGES = (
 )
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
-QUALITY = "quality-gemma3-270m-32k/h200-2026-11-29"
-PEERS = "peers-gemma3-270m-1536/cpu-2026-12-01"
-PEERS_SHORT: str | None = None  # README's runs of peers and of tasks; None: the table is empty
-TASKS: str | None = None
+QUALITY = "quality-qwen2.5-coder-1.5b-32k/h200-2026-12-01"
+PEERS = "peers-qwen2.5-coder-1.5b-8k/h200-2026-12-01"
+PEERS_SHORT: str | None = PEERS  # README's run of peers; None: the table is empty
+TASKS: str | None = "tasks-qwen2.5-coder-1.5b/h200-2026-12-01"
 KERNELS_JAX = "kernels-jax/h200-2026-11-29"
 STEPS_TORCH, STEPS_JAX = "generate-torch/h200-2026-12-01", "decode-jax/h200-2026-12-01"
 ENGINE = "vllm/h200-2026-12-01"
@@ -45,10 +45,9 @@ PARITY = ("parity/h200-2026-11-30", "parity/cpu-2026-11-29", "parity-xla-torch/c
 
 METHODS = {  # name in the run -> name in the table
     "bf16": "BF16",
-    "int2:channel_balanced": "**OSCAR-KV** (default basis)",
+    "int2": "**OSCAR-KV**",
     "published": "published OSCAR recipe",
     "hadamard": "Hadamard, asymmetric",
-    "naive": "no rotation, asymmetric",
 }
 PEER_METHODS = {
     "bf16": "BF16",
@@ -61,9 +60,9 @@ PEER_METHODS = {
     "hadamard": "Hadamard, simulated",
     "published": "published OSCAR recipe, simulated",
     "published:centered": "the same with fixed key means",
-    "int2": "**OscarCache**, nearest",
-    "int2:nearest": "**OscarCache**, nearest",
-    "int2:sequential": "**OscarCache**, sequential",
+    "int2": "**OscarCache**",
+    "int2:nearest": "**OscarCache**, rounding nearest",
+    "int2:sequential": "**OscarCache**, default rounding",
 }
 TASK_METHODS = {
     **METHODS,
@@ -138,7 +137,8 @@ def peers_short() -> str:
     record = load(PEERS_SHORT)
     settings, methods = record["settings"], {row["method"]: row for row in record["rows"]}
     texts = [text for text in record["texts"] if methods.keys() <= text["methods"].keys()]
-    ours, rows = methods["int2"]["kl"], []
+    ours = methods["int2:sequential" if "int2:sequential" in methods else "int2"]["kl"]
+    rows = []
     for name, title in PEER_METHODS.items():
         if name in methods:
             row = methods[name]

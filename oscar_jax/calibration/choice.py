@@ -7,6 +7,7 @@ Twin file, byte-identical in both packages: NumPy only.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from ..rotations.rotation import LayerRotation, RotationSet
 from ..rotations.statistics import LayerStatistics
 from .report import Calibration
 
+_log = logging.getLogger(__name__)
 HELD_OUT_SHARE = 0.25  # of the sequences
 HELD_OUT_MOST = 4
 PROBES = 192  # queries of a held-out sequence
@@ -97,6 +99,7 @@ def fit_and_judge(
     of at least `least_context` tokens.
     """
     layers = tuple(statistics)
+    settings = settled(settings, statistics)
     if settings.basis == "auto" and not all(judges[layer].sequences for layer in layers):
         raise ConfigError(
             f"basis 'auto' needs held-out sequences of at least {least_context} tokens, these are shorter: "
@@ -106,10 +109,7 @@ def fit_and_judge(
     fits: dict[str, tuple[dict[int, LayerRotation], dict[str, Any]]] = {}
     for rounding in dict.fromkeys(competing):
         if len(set(competing)) > 1 and rounding == "sequential":
-            try:  # a set that nobody asked for by name need not be possible
-                rounding_fields(ORDERED, header.head_dim)
-                statistics[layers[0]].require_ordered()
-            except ConfigError:
+            if why_not_sequential(statistics):  # a set that nobody asked for by name need not be possible
                 continue
         rotations: dict[int, LayerRotation] = {}
         by_layer: dict[str, Any] = {}
@@ -146,6 +146,28 @@ def fit_and_judge(
             name: math.exp(_predicted_error(fit[1])) for name, fit in fits.items()
         }
     return Calibration(RotationSet(header, rotations), dict(statistics), report)
+
+
+def why_not_sequential(statistics: Mapping[int, LayerStatistics]) -> str:
+    """What keeps these statistics from a fit for sequential rounding; "" if nothing does."""
+    try:
+        for entry in statistics.values():
+            rounding_fields(ORDERED, entry.key_mean.shape[1])
+            entry.require_ordered()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def settled(settings: CalibrationConfig, statistics: Mapping[int, LayerStatistics]) -> CalibrationConfig:
+    """The settings with a basis: where none is named that of sequential rounding, or of the nearest level
+    where model or text do not allow it."""
+    if settings.basis:
+        return settings
+    reason = why_not_sequential(statistics)
+    if reason:
+        _log.info("rounding 'nearest': %s", reason)
+    return dataclasses.replace(settings, rounding="nearest" if reason else "sequential")
 
 
 def basis_fields(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
+from ..arithmetic import default_chunk
 from ..core import cache_format as fmt
 from ..core.config import CalibrationConfig
 from ..core.errors import CheckpointError, ConfigError
@@ -25,7 +26,7 @@ from ..core.rotation_header import FINGERPRINT_FIELD, RotationHeader
 from ..evaluation import streams
 from ..evaluation.job import about_this_run
 from ..evaluation.stepper import Runner, make_runner
-from ..evaluation.subject import Progress, Subject, default_chunk, load_subject, no_progress
+from ..evaluation.subject import Progress, Subject, load_subject, no_progress
 from ..models.weights import weights_fingerprint
 from ..rotations import bases, store
 from ..rotations import statistics as statistics_file
@@ -80,7 +81,6 @@ def calibrate(
     about = about_this_run(
         config,
         subject.dtype,
-        basis=settings.basis,
         per_head=settings.per_head,
         damping=settings.damping,
         context=settings.context,
@@ -143,7 +143,7 @@ def calibrate(
         else:  # an Orbax directory would wait for the others
             store.save_safetensors(result.rotation_set, out / store.ROTATION_FILE)
         statistics_file.save_statistics(statistics, out / statistics_file.STATISTICS_FILE, header)
-        save_report(result, out, about)
+        save_report(result, out, about | {"basis": result.rotation_set.header.basis})
         state_path.unlink(missing_ok=True)
     return result
 
@@ -177,6 +177,7 @@ def fit(
     if path is not None:
         by_layer, found = statistics_file.read_statistics(path)
     assert by_layer is not None
+    settings = choice.settled(settings, by_layer) if by_layer else settings
     header = _fit_header(by_layer, header or found, settings, model_id, num_query_heads)
     rotations = {layer: choice.fit_layer(entry, settings) for layer, entry in by_layer.items()}
     rotation_set = RotationSet(header, rotations)

@@ -208,8 +208,8 @@ def _add_basis(command: _Parser, bases: tuple[str, ...], about: str) -> None:
     defaults = CalibrationConfig()
     command.add_argument("--basis", choices=bases, default="", help=about)
     about = (
-        "sequential: blocks of channels coded one after the other, in basis ordered (default nearest; with "
-        "auto what does less harm to held-out tokens)"
+        "sequential: blocks of channels coded one after the other, in basis ordered (default wherever model "
+        "and text allow it; with auto what does less harm to held-out tokens); nearest: for exports"
     )
     command.add_argument("--rounding", choices=fmt.ROUNDINGS, default="", help=about)
     heads = command.add_mutually_exclusive_group()
@@ -233,8 +233,8 @@ def _grow_calibrate(command: _Parser) -> None:
     command.number("--context", defaults.context, "tokens per sequence")
     about = (
         "key basis; auto chooses basis and alpha per layer and head on held-out tokens, which pays when "
-        "these are as long as the contexts to be served (default channel_balanced, ordered with --rounding "
-        "sequential)"
+        "these are as long as the contexts to be served (default ordered; channel_balanced with --rounding "
+        "nearest)"
     )
     _add_basis(command, CalibrationConfig.BASES, about)
     about = f"also layers with a sliding window of at most {RING_WINDOW} tokens"
@@ -250,7 +250,7 @@ def _grow_fit(command: _Parser) -> None:
     command.add_argument("statistics", metavar="STATISTICS", help=about)
     command.add_argument("--out", required=True, metavar="DIR", help="where the rotation set goes")
     bases = tuple(name for name in CalibrationConfig.BASES if name != "auto")
-    about = "key basis (default channel_balanced, ordered with --rounding sequential)"
+    about = "key basis (default ordered, channel_balanced with --rounding nearest)"
     _add_basis(command, bases, about)
     about = "name of the model, if STATISTICS does not say it"
     command.add_argument("--model-id", metavar="NAME", help=about)

@@ -74,8 +74,9 @@ class CalibrationConfig:
     """What a calibration run reads and which basis it fits; `damping` is relative to the mean variance.
 
     Basis "ordered" is the one of rounding "sequential", all others are rounded to the nearest level. One says
-    the other: basis "" is "ordered" with "sequential", else "channel_balanced"; rounding "" is what the basis
-    says. With basis "auto" rounding "" means that both compete.
+    the other: basis "" is "ordered" with "sequential", "channel_balanced" with "nearest"; rounding "" is what
+    the basis says. With neither the fit is "sequential" wherever model and text allow it. With basis "auto"
+    rounding "" means that both compete.
     """
 
     tokens: int = 30_000
@@ -92,12 +93,12 @@ class CalibrationConfig:
         _require_int("context", self.context, fmt.PAGE_TOKENS)
         if self.rounding not in ("", *fmt.ROUNDINGS):
             raise ConfigError(f"rounding = {self.rounding!r}, allowed: {', '.join(fmt.ROUNDINGS)}")
-        if not self.basis:
+        if self.rounding and not self.basis:
             basis = "ordered" if self.rounding == "sequential" else "channel_balanced"
             object.__setattr__(self, "basis", basis)
-        if self.basis not in self.BASES:
+        if self.basis not in ("", *self.BASES):
             raise ConfigError(f"basis = {self.basis!r}, allowed: {', '.join(self.BASES)}")
-        if self.basis != "auto":
+        if self.basis not in ("", "auto"):
             own = "sequential" if self.basis == "ordered" else "nearest"
             if self.rounding not in ("", own):
                 raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..arithmetic import default_chunk
 from ..core import cache_format as fmt
 from ..core.config import CacheConfig
 from ..core.errors import ConfigError
@@ -33,7 +34,7 @@ from .report import StreamResult, evaluation_document, save_evaluation
 from .requests import LEAST_SHARE
 from .stepper import JUDGED_ROWS, Method, Runner, layer_error, make_runner, method_bytes, recipes_of
 from .streams import TextError, TokenStream, check_source, read_stream
-from .subject import Progress, Subject, default_chunk, load_subject, no_progress
+from .subject import Progress, Subject, load_subject, no_progress
 
 HISTORY = "at decode granularity: each query reads from INT2 what it would in decoding token by token"
 PROBES = 256  # query positions at which attention itself is compared

@@ -33,11 +33,6 @@ def window_policy(all_layers: bool) -> WindowPolicy:
     return EVERY_LAYER_INT2 if all_layers else DEFAULT_WINDOW_POLICY
 
 
-def default_chunk() -> int:
-    """Tokens per forward pass: enough for large matrix products, 512 on a CPU and 2048 elsewhere."""
-    return 512 if jax.default_backend() == "cpu" else 2048
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
     """A loaded model with its tokenizer; `path` is the checkpoint, for its fingerprint."""

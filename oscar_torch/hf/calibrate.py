@@ -142,7 +142,7 @@ def calibrate(
         "device": str(model.device),
         "versions": header.versions,
         "created": header.created,
-        "basis": settings.basis,
+        "basis": result.rotation_set.header.basis,
         "per_head": settings.per_head,
         "damping": settings.damping,
         "context": settings.context,
@@ -167,6 +167,7 @@ def fit_rotation_set(
     statistics: Mapping[int, LayerStatistics], header: RotationHeader, settings: CalibrationConfig
 ) -> RotationSet:
     """The rotation set of these statistics, by the same code and to the same bytes as in `oscar_jax`."""
+    settings = choice.settled(settings, statistics)
     layers = {layer: choice.fit_layer(entry, settings) for layer, entry in sorted(statistics.items())}
     fields = choice.basis_fields(header, settings, settings.rounding, header.head_dim)
     return RotationSet(dataclasses.replace(header, **fields), layers)

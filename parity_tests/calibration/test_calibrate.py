@@ -409,7 +409,7 @@ class TestFit:
     def test_a_basis_goes_with_its_rounding(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             CalibrationConfig(**options)
-        assert CalibrationConfig().rounding == "nearest" and CalibrationConfig(basis="auto").rounding == ""
+        assert CalibrationConfig().rounding == "" and CalibrationConfig(basis="auto").rounding == ""
 
     def test_both_packages_fit_sequentially_to_the_same_bytes(self, tmp_path: Path) -> None:
         """Header and arrays, from one file of statistics that both read."""

@@ -67,7 +67,8 @@ def test_an_exported_set_is_judged_as_its_reader_holds_it(
     session: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """The figures are those of a recipe built by hand from the set's own transforms and key means."""
-    command = f"evaluate --model {session}/model --rotations {session}/rotations --context 512 --every 4"
+    assert main(f"fit {session}/rotations --rounding nearest --out {session}/nearest".split()) == 0
+    command = f"evaluate --model {session}/model --rotations {session}/nearest --context 512 --every 4"
     words = f"{command} --text {session}/two.txt --out {session}/exported --methods bf16 --as-exported"
     assert main(words.split()) == 0
     assert "are dropped" not in capsys.readouterr().err
@@ -75,7 +76,7 @@ def test_an_exported_set_is_judged_as_its_reader_holds_it(
     assert (row["method"], row["basis"]) == ("exported", "channel_balanced, fixed key means")
 
     subject = load_subject(session / "model")
-    fields = load_rotation_set(session / "rotations").layers[0].numpy()
+    fields = load_rotation_set(session / "nearest").layers[0].numpy()
     left, _, right = np.linalg.svd(from_fixed_point(fields["value_transform"]))
     recipe = fidelity.make_recipe(
         from_fixed_point(fields["key_transform"]),
@@ -100,7 +101,7 @@ def test_an_exported_set_is_judged_as_its_reader_holds_it(
     assert row["layers"]["0"] == pytest.approx(found.layer_errors["by hand"][0], rel=1e-5)
 
     assert main(f"fit {session}/rotations --basis oscar --out {session}/oscar".split()) == 0
-    words = words.replace(f"{session}/rotations", f"{session}/oscar") + " 2"
+    words = words.replace(f"{session}/nearest", f"{session}/oscar") + " 2"
     assert main(words.split()) == 0
     assert "exported:2: the key means" in capsys.readouterr().err
     row = json.loads((session / "exported" / "evaluation.json").read_text())["methods"][1]
@@ -183,6 +184,8 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"tasks {out} {rotations}",
         "generate --prompt a",
     )
+    assert main(f"fit {session}/rotations --rounding nearest --out {session}/for-readers".split()) == 0
+    exported = f"evaluate {out} --rotations {session}/for-readers"
     wrong = {
         f"calibrate {model} {out} --text {session}/no.txt": "no.txt",
         f"calibrate {model} {out} --text {session}/noise.txt": "noise.txt is not UTF-8",
@@ -221,8 +224,9 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"{evaluate} {model} {text} --every 0 --context 512": "every = 0",
         f"{evaluate} {model} {text} --chunk 1 --context 512": "chunk = 1",
         f"{evaluate} {model} {text} --methods ,": "no method was named",
-        f"{evaluate} {model} {text} --context 512 --as-exported 2": "key file needs schema version 3",
-        f"{evaluate} {model} {text} --context 512 --methods exported:nova": "not for nova",
+        f"{evaluate} {model} {text} --context 512 --as-exported 2": "`oscar fit --rounding nearest` makes one",
+        f"{exported} {model} {text} --context 512 --as-exported 2": "key file needs schema version 3",
+        f"{exported} {model} {text} --context 512 --methods exported:nova": "not for nova",
         f"{evaluate} {model} {text} --as-exported llama": "reader 'llama'",
         f"evaluate {out} {model} {text} --context 512 --methods exported": "'exported' needs --rotations",
         f"{evaluate} {model} {text} --methods int2:oscar@nan": "damping = nan",
