@@ -241,3 +241,7 @@ def _run_convert(arguments: argparse.Namespace) -> None:
 
 def _run_evaluate(arguments: argparse.Namespace) -> None:
     raise ConfigError("evaluate runs the decoder of oscar_jax: pip install 'oscar-kv[demo]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,7 +69,7 @@ def test_caches_of_torch_do_not_load_transformers() -> None:
     assert run(code).strip() == "False"
 
 
-@pytest.mark.parametrize("module", ["oscar_jax", "oscar_jax.cli", "oscar_torch"])
+@pytest.mark.parametrize("module", ["oscar_jax", "oscar_jax.cli", "oscar_torch", "oscar_torch.cli"])
 def test_both_modules_run_the_command_line(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", module, "--version"],
