@@ -94,6 +94,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
             all_layers=arguments.all_layers,
             progress=bars,
             warn=output.warn,
+            say=output.say if _first_host() else lambda message: None,
         )
     if _first_host():
         output.print_evaluation(document, arguments.out)

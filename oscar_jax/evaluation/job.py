@@ -68,13 +68,14 @@ def evaluate(
     dtype: str | None = None,
     progress: Progress = no_progress,
     warn: Callable[[str], None] = lambda message: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """What two bits cost on unseen text: returns the report and writes it, with tables and plots, into `out`.
 
     Each of `texts` is one stream: sources as the command line takes them, `context` tokens of each are judged
     at every `every`-th position. `methods` are names as in `oscar evaluate --help`; `rotations` is what
-    `calibrate` wrote, or a rotation set. The report is saved after every text. Raises ConfigError, TextError
-    or CheckpointError before anything runs.
+    `calibrate` wrote, or a rotation set. The report is saved after every text, and `say` told of it. Raises
+    ConfigError, TextError or CheckpointError before anything runs.
     """
     if not texts:
         raise ConfigError("--text is needed")
@@ -113,7 +114,9 @@ def evaluate(
             # Saved after every text, so that an interrupted run keeps what it has measured.
             document = evaluation_document(results, question.methods, question.about)
             if jax.process_index() == 0:  # of several hosts the first one writes
-                save_evaluation(document, results, question.methods, out)
+                save_evaluation(document, out)
+            cells = (f"{name} {float(values.mean()):.4g}" for name, values in result.kl.items())
+            say(f"{stream.label}, mean KL: {', '.join(cells)}")
     return document
 
 

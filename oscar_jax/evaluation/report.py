@@ -182,12 +182,7 @@ def short_list(values: Sequence[int]) -> str:
     return text + (", …" if len(values) > 12 else "")
 
 
-def save_evaluation(
-    document: Mapping[str, Any],
-    results: Sequence[StreamResult],
-    methods: Sequence[Method],
-    directory: pathlib.Path,
-) -> None:
+def save_evaluation(document: Mapping[str, Any], directory: pathlib.Path) -> None:
     """Writes evaluation.json, evaluation.md, evaluation.png and layers.png into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")

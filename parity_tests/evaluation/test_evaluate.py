@@ -353,7 +353,7 @@ def test_report_carries_what_the_numbers_mean(tiny: tuple, result: tuple, tmp_pa
         int2_share=evaluation_job.int2_share(found.positions, config.cache_config()),
     )  # fmt: skip
     document = evaluation_report.evaluation_document([found, found], methods, about)
-    evaluation_report.save_evaluation(document, [found, found], methods, tmp_path)
+    evaluation_report.save_evaluation(document, tmp_path)
     stored = json.loads((tmp_path / "evaluation.json").read_text())
     assert [row["method"] for row in stored["methods"]] == [method.name for method in methods]
     for row in stored["methods"]:
