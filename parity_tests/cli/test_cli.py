@@ -224,7 +224,7 @@ def test_wrong_invocations_name_their_cause_in_one_line(session: Path, capsys: p
         f"{evaluate} {model} {text} --every 0 --context 512": "every = 0",
         f"{evaluate} {model} {text} --chunk 1 --context 512": "chunk = 1",
         f"{evaluate} {model} {text} --methods ,": "no method was named",
-        f"{evaluate} {model} {text} --context 512 --as-exported 2": "`oscar fit --rounding nearest` makes one",
+        f"{evaluate} {model} {text} --context 512 --as-exported 2": "fit --rounding nearest",
         f"{exported} {model} {text} --context 512 --as-exported 2": "key file needs schema version 3",
         f"{exported} {model} {text} --context 512 --methods exported:nova": "not for nova",
         f"{evaluate} {model} {text} --as-exported llama": "reader 'llama'",
