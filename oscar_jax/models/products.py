@@ -11,17 +11,19 @@ from jax import lax
 from ..ops import ambient_device
 
 MIN_ROWS = 16  # of a product on tensor cores
+MAX_WEIGHT = 4 << 20  # entries; wide weights are read well as they are, and filling up is two kernels more
 
 
 def dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general`; on a GPU fewer than 16 rows of half precision are filled up with zeros.
+    """`lax.dot_general`; on a GPU fewer than 16 rows of half precision are filled up for a small weight.
 
-    XLA makes multiplications and sums of a product with one row, in several kernels far from the bandwidth of
-    its weight; filled up it is one product on tensor cores. Shapes, dtypes and errors are those of `lax`.
+    XLA makes multiplications and sums of such a product, in several kernels far from the bandwidth of the
+    weight; filled up with zeros it is one product on tensor cores. Shapes, dtypes, errors: those of `lax`.
     """
     (contracted, _), (batched, _) = dimension_numbers
     rows = math.prod(lhs.shape[:-1])
-    narrow = 0 < rows < MIN_ROWS and rhs.ndim == 2 and lhs.dtype in (jnp.bfloat16, jnp.float16)
+    narrow = 0 < rows < MIN_ROWS and rhs.ndim == 2 and rhs.size <= MAX_WEIGHT
+    narrow = narrow and lhs.dtype in (jnp.bfloat16, jnp.float16)
     plain = tuple(contracted) == (lhs.ndim - 1,) and not batched
     # On a mesh rows lie on several devices: filling them up would gather them.
     alone = jax.sharding.get_abstract_mesh().empty

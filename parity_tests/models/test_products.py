@@ -47,6 +47,9 @@ def test_only_few_rows_of_half_precision_on_one_gpu_are_filled_up(monkeypatch: p
     monkeypatch.setattr(products, "_on_gpu", lambda device: True)
     assert products_in(product, lhs, rhs) == [(16, 80)]
     assert products_in(product, lhs.astype(jnp.float32), rhs.astype(jnp.float32)) == [(3, 1, 80)]
+    monkeypatch.setattr(products, "MAX_WEIGHT", rhs.size - 1)
+    assert products_in(product, lhs, rhs) == [(3, 1, 80)]
+    monkeypatch.setattr(products, "MAX_WEIGHT", rhs.size)
     many, _, _ = operands((4, 4), PLAIN)
     assert products_in(product, many, rhs) == [(4, 4, 80)]
     with jax.set_mesh(make_mesh()):
