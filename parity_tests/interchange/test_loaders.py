@@ -59,7 +59,7 @@ def geometry(model):
 
 # Name in the table, the model, how the set is made.
 SETS = [
-    ("`oscar calibrate` (default)", EVERY, dict(layers=range(4), skew=range(4))),
+    ("`oscar calibrate --rounding nearest`", EVERY, dict(layers=range(4), skew=range(4))),
     ("`--basis auto`, orthogonal in some layers", EVERY, dict(layers=range(4), skew=(1, 2))),
     ("`--shared`", EVERY, dict(layers=range(4), skew=range(4), per_head=False)),
     ("`--basis oscar`, per head", EVERY, dict(layers=range(4))),
