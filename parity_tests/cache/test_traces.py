@@ -84,7 +84,7 @@ def test_the_arrays_decide_where(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     class Hopper:
         platform, device_kind, compute_capability = "gpu", "a Hopper", "9.0"
 
-    monkeypatch.setattr(ops, "_ambient", Hopper)
+    monkeypatch.setattr(ops, "ambient_device", Hopper)
     monkeypatch.setattr(ops, "_kernel", lambda module, name: lambda *arguments: "kernel")
     ops._log_once.cache_clear()
     rotation: Any = hadamard_rotation(1, 16)
