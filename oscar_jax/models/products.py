@@ -1,6 +1,5 @@
 """Products of few rows with a weight, as decoding makes them."""
 
-import functools
 import math
 from typing import Any
 
@@ -44,6 +43,5 @@ def filled_up(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options:
     return out.reshape(*lhs.shape[:-1], out.shape[-1])
 
 
-@functools.cache
 def _on_gpu(device: Any) -> bool:
     return device.platform == "gpu"

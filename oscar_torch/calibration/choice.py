@@ -160,8 +160,7 @@ def why_not_sequential(statistics: Mapping[int, LayerStatistics]) -> str:
 
 
 def settled(settings: CalibrationConfig, statistics: Mapping[int, LayerStatistics]) -> CalibrationConfig:
-    """The settings with a basis: where none is named that of sequential rounding, or of the nearest level
-    where model or text do not allow it."""
+    """The settings with a basis: unnamed, that of sequential rounding where model and text allow it."""
     if settings.basis:
         return settings
     reason = why_not_sequential(statistics)

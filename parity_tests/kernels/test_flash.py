@@ -21,7 +21,8 @@ SHAPES = [
 ]
 EXACT = 1e-5  # float32 sums in another order
 HALF = 4e-3  # float16 queries, keys, values and weights: 11 bits; bfloat16 has 8
-BFLOAT16 = 3e-2  # the worst row of thousands: .026 on an H200, where all rows together differ by .002
+BFLOAT16 = 2e-2
+TORCH_BFLOAT16 = 3e-2  # the worst row of thousands: .026 on an H200; of each part, all rows together, .002
 
 
 def rotation(heads: int, head_dim: int) -> dict[str, np.ndarray]:
@@ -150,14 +151,14 @@ class TestChunks:
     @pytest.mark.gpu
     def test_torch_on_device(self, lengths, tokens, group, head_dim, options) -> None:
         error = torch_error(rotation(2, head_dim), lengths, tokens, group, "gpu", "bfloat16", **options)
-        assert error <= BFLOAT16, f"{error:.1e}"
+        assert error <= TORCH_BFLOAT16, f"{error:.1e}"
 
 
 @pytest.mark.hopper
 def test_long_history_on_device() -> None:
     """A chunk of 600 over 40000 tokens, three blocks, per-head rotations."""
     assert jax_error(rotation(2, 128), (40_000,), 600, 4, "cudnn") <= BFLOAT16
-    assert torch_error(rotation(2, 128), (40_000,), 600, 4, "gpu", "bfloat16", 16_384, 32) <= BFLOAT16
+    assert torch_error(rotation(2, 128), (40_000,), 600, 4, "gpu", "bfloat16", 16_384, 32) <= TORCH_BFLOAT16
 
 
 @pytest.mark.gpu
@@ -168,4 +169,4 @@ def test_a_long_chunk_on_device(head_dim: int) -> None:
 
     sizes = {"block": flash.BLOCK_TOKENS, "step": flash.SIZE_STEP}
     error = torch_error(rotation(2, head_dim), (9000, 0), 1500, 4, "gpu", "bfloat16", **sizes)
-    assert error <= BFLOAT16, f"{error:.1e}"
+    assert error <= TORCH_BFLOAT16, f"{error:.1e}"
